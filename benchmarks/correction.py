@@ -1,16 +1,15 @@
-"""Rollout correction against verl's helper: time ratios, growth with size, memory, distance from the copy floor.
+"""Rollout correction against verl's helper: time ratios and memory.
 
     python benchmarks/correction.py --json benchmarks/results/correction.json
 
 Both run in one process and alternate; the figure is the median of the pairwise ratios verl / ours. Token-level
-weights, three criteria, all metrics; once with bounds that the largest differences do not reach, where comparisons can
-be left out, and once with bounds in the midst of them. Runs on the GPU with CUDA events where there is one, else on the
-CPU; without verl 0.9.1 (`make verl` puts it into `.venv/verl`: `PYTHONPATH=.venv/verl`) only our own figures are made.
+weights, three criteria, all metrics; once with bounds beyond the largest differences, once with bounds within them.
+Runs on the GPU with CUDA events where there is one, else on the CPU; without verl 0.9.1 (`make verl` puts it into
+`.venv/verl`: `PYTHONPATH=.venv/verl`) only our own figures are made.
 """
 
 import argparse
 import json
-import math
 import statistics
 import time
 import tracemalloc
@@ -24,8 +23,6 @@ from machine import describe
 from flowgrpo_rc.correction import compute_rollout_correction_and_rejection_mask
 
 SHAPES = ((16, 1), (512, 2), (512, 10), (64, 4096), (256, 8192))
-GROWTH = {10: (1000, 10_000, 100_000, 1_000_000), 1000: (10, 100, 1000, 10_000)}
-"""Rows for each row length: 1e4 to 1e7 elements."""
 OPTIONS: dict[str, Any] = {
     "rollout_is": "token",
     "rollout_is_threshold": 2.0,
@@ -94,30 +91,6 @@ def compare(
     return out
 
 
-def growth(device: str) -> dict[str, Any]:
-    """Seconds per size, and the exponent of time against elements, fitted per row length."""
-    out: dict[str, Any] = {}
-    for columns, counts in GROWTH.items():
-        points = []
-        for rows in counts:
-            data = batch(rows, columns, device)
-            best = min(
-                clock(lambda: compute_rollout_correction_and_rejection_mask(*data, **OPTIONS), device)  # noqa: B023
-                for _ in range(3)
-            )
-            points.append((rows * columns, best))
-        out[f"columns_{columns}"] = {"points": points, "exponent": slope(points)}
-    return out
-
-
-def slope(points: list[tuple[int, float]]) -> float:
-    """Least-squares slope of log seconds against log elements."""
-    x, y = zip(*((math.log(n), math.log(s)) for n, s in points), strict=True)
-    mx = statistics.mean(x)
-    my = statistics.mean(y)
-    return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x)
-
-
 def extra_memory(device: str) -> float:
     """Peak memory of a first call beyond its inputs, outputs and kept buffers included, in float32 copies."""
     copy = LARGEST[0] * LARGEST[1] * 4
@@ -148,16 +121,6 @@ def _peak(profile: Any) -> int:
     return peak
 
 
-def copy_floor(device: str) -> float:
-    """Seconds in which the inputs could be read and the outputs written once, at measured copy bandwidth."""
-    rows, columns = LARGEST
-    source = torch.rand(rows * columns * 4, device=device)
-    target = torch.empty_like(source)
-    best = min(clock(lambda: target.copy_(source), device) for _ in range(20))
-    bandwidth = 2 * source.numel() * 4 / best
-    return (3 + 2) * rows * columns * 4 / bandwidth
-
-
 def load_verl() -> Callable[..., object] | None:
     try:
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as verl
@@ -186,22 +149,13 @@ def main() -> None:
             if verl is not None:
                 text += f", verl {figures['verl_s'] * 1e6:.0f} us, {figures['ratio']:.1f} times"
             print(text, flush=True)
-    floor = copy_floor(arguments.device)
-    largest = shapes[f"{LARGEST[0]}x{LARGEST[1]} loose"]["ours_s"]
-    print(f"copy floor at {LARGEST}: {floor * 1e6:.0f} us; ours is {largest / floor:.1f} times that")
-    grown = growth(arguments.device)
-    for name, figures in grown.items():
-        print(f"time against elements, {name}: exponent {figures['exponent']:.2f}")
     if arguments.json:
         result = {
             "machine": describe(),
             "device": arguments.device,
             "threads": arguments.threads,
             "shapes": shapes,
-            "copy_floor_s": floor,
-            "times_copy_floor": largest / floor,
             "extra_memory_copies": memory,
-            "growth": grown,
         }
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -1,7 +1,7 @@
 """verl's two metric helpers, ``compute_is_metrics`` and ``compute_rs_metrics``, for code that calls them by name.
 
-They take weights or statistics that the caller has made. Computed in float64, finite where verl overflows or divides by
-zero, with one transfer of all figures. As in verl, rows without a valid element count as zeros in averages of weights.
+They take weights or statistics that the caller has made. The figures stay finite where verl overflows or divides by
+zero, and cross to the host together. As in verl, rows without a valid element count as zeros in averages of weights.
 """
 
 import math
@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from flowgrpo_rc.correction.numerics.log_ratios import row_mean
+from flowgrpo_rc.correction.numerics.metrics import MetricTable
+from flowgrpo_rc.correction.numerics.reductions import DEVIATION, LEAST, MEAN, MOST, SAMPLE_DEVIATION
 from flowgrpo_rc.correction.plan import SAFETY_BOUND
-
-Figures = dict[str, Tensor]
 
 
 @torch.no_grad()
@@ -41,30 +42,33 @@ def compute_is_metrics(
     valid = _valid(response_mask)
     upper = rollout_is_threshold
     lower = 1.0 / upper if rollout_is_threshold_lower is None else rollout_is_threshold_lower
-    weights = rollout_is_weights.double()
+    weights = rollout_is_weights.double().reshape(valid.shape)
+    raw = raw_rollout_is_weights.double().reshape(valid.shape)
     bounded = weights.clamp(min=0.0, max=upper)
-    second = _mean(bounded.square(), valid)
+    table = MetricTable(valid, torch.ones_like(valid[:, 0]))
+    table.elements("mean", MEAN, _masked(weights, valid))
+    table.elements("std", DEVIATION, _masked(bounded, valid), _masked(bounded.square(), valid))
     if rollout_is == "sequence":
-        high = _share(log_ratio_for_metrics > math.log(upper))
-        low = _share(log_ratio_for_metrics < math.log(lower))
-        least, most = torch.stack(log_ratio_for_metrics.aminmax()).double().clamp(max=SAFETY_BOUND).exp()
+        ratios = log_ratio_for_metrics.flatten()
+        table.rows("ratio_fraction_high", MEAN, ratios > math.log(upper))
+        table.rows("ratio_fraction_low", MEAN, ratios < math.log(lower))
+        table.rows("min", LEAST, ratios.double().clamp(max=SAFETY_BOUND).exp())
+        table.rows("max", MOST, ratios.double().clamp(max=SAFETY_BOUND).exp())
     else:
-        high = _mean(raw_rollout_is_weights > upper, valid)
-        low = _mean(raw_rollout_is_weights < lower, valid)
-        least, most = _extremes(weights, valid)
-    figures = {
-        "mean": _mean(weights, valid),
-        "std": _std(bounded, valid),
-        "eff_sample_size": torch.where(second > 0, (_mean(bounded, valid) + 1e-8).square() / second, 0.0),
-        "ratio_fraction_high": high,
-        "ratio_fraction_low": low,
-        "min": least,
-        "max": most,
-    }
-    if weights.dim() > 1:
-        raw_rows = _row_means(raw_rollout_is_weights, valid)
-        figures |= _of_rows(_row_means(weights, valid), raw_rows, lower, upper, centre=1.0)
-    return _to_host("rollout_is", figures)
+        table.elements("ratio_fraction_high", MEAN, (raw > upper) & valid)
+        table.elements("ratio_fraction_low", MEAN, (raw < lower) & valid)
+        table.elements("min", LEAST, weights)
+        table.elements("max", MOST, weights)
+    if rollout_is_weights.dim() > 1:
+        judged = row_mean(_masked(raw, valid), valid)
+        _add_rows(table, row_mean(_masked(weights, valid), valid), judged, lower, upper, centre=1.0)
+    figures = table.figures(table.totals().tolist())
+    count, total, squares = figures["std"].numbers
+    mean_square = squares / count
+    # verl adds 1e-8 to the mean weight.
+    size = (total / count + 1e-8) ** 2 / mean_square if mean_square > 0 else 0.0
+    metrics = {name: figure.value for name, figure in figures.items()} | {"eff_sample_size": size}
+    return {f"rollout_is_{name}": value for name, value in metrics.items()}
 
 
 @torch.no_grad()
@@ -98,75 +102,43 @@ def compute_rs_metrics(
     valid = _valid(response_mask)
     upper = rollout_rs_threshold
     lower = rollout_rs_threshold_lower if apply_lower_threshold else -math.inf
-    statistic = rs_statistic.double()
-    rows = _row_means(statistic, valid) if per_sequence_values is None else per_sequence_values
-    rows = rows.flatten()[seq_valid_mask]
-    of_rows = _of_rows(rows, rows, lower, upper, centre=0.0)
-    if level == "sequence" and len(rows):
-        least, most, high, low = (of_rows[f"seq_{name}"] for name in ("min", "max", "fraction_high", "fraction_low"))
-    else:
-        least, most = _extremes(statistic, valid)
-        high = _mean(rs_statistic > upper, valid)
-        low = _mean(rs_statistic < lower, valid)
-    if not apply_lower_threshold and len(rows):
-        del of_rows["seq_fraction_low"]
-    figures = {
-        "mean": _mean(statistic, valid),
-        "max": most,
-        "min": least,
-        "fraction_high": high,
-        "fraction_low": low,
-        "std": _std(statistic.clamp(min=lower if apply_lower_threshold else 0.0, max=upper), valid),
-        **of_rows,
-    }
-    return _to_host(f"rollout_rs_{option_name}", figures)
+    statistic = _masked(rs_statistic.double(), valid)
+    inside = _masked(statistic.clamp(min=lower if apply_lower_threshold else 0.0, max=upper), valid)
+    rows = row_mean(statistic, valid) if per_sequence_values is None else per_sequence_values.flatten().double()
+    table = MetricTable(valid, seq_valid_mask)
+    table.elements("mean", MEAN, statistic)
+    table.elements("std", DEVIATION, inside, inside.square())
+    of_units = table.rows if level == "sequence" else table.elements
+    units = rows if level == "sequence" else statistic
+    counted = seq_valid_mask if level == "sequence" else valid
+    of_units("max", MOST, units)
+    of_units("min", LEAST, units)
+    of_units("fraction_high", MEAN, (units > upper) & counted)
+    of_units("fraction_low", MEAN, (units < lower) & counted)
+    _add_rows(table, rows, rows, lower, upper, centre=0.0)
+    metrics = {name: figure.value for name, figure in table.figures(table.totals().tolist()).items()}
+    if not apply_lower_threshold:
+        del metrics["seq_fraction_low"]
+    return {f"rollout_rs_{option_name}_{name}": value for name, value in metrics.items()}
 
 
-def _of_rows(rows: Tensor, judged: Tensor, lower: float, upper: float, *, centre: float) -> Figures:
-    """Figures of rows, 0 where there are none; ``judged`` is what is held against the bounds."""
-    some = rows.double() if len(rows) else rows.new_zeros(1, dtype=torch.float64)
-    return {
-        "seq_mean": some.mean(),
-        "seq_std": some.std(correction=min(len(some) - 1, 1)),  # of a single row 0
-        "seq_max": some.max(),
-        "seq_min": some.min(),
-        "seq_max_deviation": (some - centre).abs().max(),
-        "seq_fraction_high": _share(judged > upper),
-        "seq_fraction_low": _share(judged < lower),
-    }
+def _add_rows(table: MetricTable, rows: Tensor, judged: Tensor, lower: float, upper: float, *, centre: float) -> None:
+    """Metrics of rows; ``judged`` is held against the bounds."""
+    table.rows("seq_mean", MEAN, rows)
+    table.rows("seq_std", SAMPLE_DEVIATION, rows, rows.square())
+    table.rows("seq_max", MOST, rows)
+    table.rows("seq_min", LEAST, rows)
+    table.rows("seq_max_deviation", MOST, (rows - centre).abs())
+    table.rows("seq_fraction_high", MEAN, judged > upper)
+    table.rows("seq_fraction_low", MEAN, judged < lower)
 
 
-def _valid(mask: Tensor) -> Bool[Tensor, "..."]:
-    valid = mask != 0
+def _valid(mask: Tensor) -> Bool[Tensor, "B T"]:
+    valid = mask.reshape(len(mask), -1) != 0
     if not valid.any():
         raise ValueError("response_mask has no valid element: there is nothing to measure.")
     return valid
 
 
-def _mean(values: Tensor, valid: Tensor) -> Float[Tensor, ""]:
-    return torch.where(valid, values.double(), 0.0).sum() / valid.sum()
-
-
-def _row_means(values: Tensor, valid: Tensor) -> Float[Tensor, "..."]:
-    """Over the last dimension; 0 for rows without a valid element."""
-    return torch.where(valid, values.double(), 0.0).sum(-1) / valid.sum(-1).clamp(min=1)
-
-
-def _std(bounded: Tensor, valid: Tensor) -> Float[Tensor, ""]:
-    """Of values that are clamped into their bounds; of a single one 0."""
-    variance = _mean(bounded.square(), valid) - _mean(bounded, valid).square()
-    return variance.clamp(min=0.0).sqrt() * (valid.sum() > 1)
-
-
-def _share(flags: Tensor) -> Float[Tensor, ""]:
-    return flags.double().sum() / max(flags.numel(), 1)
-
-
-def _extremes(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest valid value."""
-    return values.masked_fill(~valid, math.inf).min(), values.masked_fill(~valid, -math.inf).max()
-
-
-def _to_host(prefix: str, figures: Figures) -> dict[str, float]:
-    values = torch.stack([value.double() for value in figures.values()]).tolist()
-    return {f"{prefix}_{name}": value for name, value in zip(figures, values, strict=True)}
+def _masked(values: Float[Tensor, "B T"], valid: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    return values.masked_fill(~valid, 0.0)

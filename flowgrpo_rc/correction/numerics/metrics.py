@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, clamp, excess, k3, row_mean, row_sum, safe_exp
+from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, clamp, excess_and_k3, row_mean, row_sum, safe_exp
 from flowgrpo_rc.correction.numerics.moments import Figure
 from flowgrpo_rc.correction.numerics.reductions import (
     CHI_SQUARED,
@@ -57,12 +57,19 @@ class MetricTable:
 
     def elements(self, name: str, reduction: Reduction, *values: Shaped[Tensor, "B ..."]) -> None:
         """A metric over the valid elements; a row's value counts as often as the row has elements."""
-        if reduction in (LEAST, MOST):
-            # Infinity keeps invalid elements out of a minimum.
-            ends = [-v if reduction is MOST else v for v in values]
-            self._ends.append(_Columns(name, reduction, [v.masked_fill(self._invalid, math.inf).amin(1) for v in ends]))
+        # Infinity keeps invalid elements out of the ends.
+        if reduction is LEAST:
+            ends = [v.masked_fill(self._invalid, math.inf).amin(1) for v in values]
+            self._ends.append(_Columns(name, reduction, ends))
+        elif reduction is MOST:
+            ends = [-v.masked_fill(self._invalid, -math.inf).amax(1) for v in values]
+            self._ends.append(_Columns(name, reduction, ends))
         else:
-            self.add(name, reduction, self._count, *(v.sum(1) if v.dim() == 2 else v * self._count for v in values))
+            self.add(name, reduction, *self.element_sums(*values))
+
+    def element_sums(self, *values: Shaped[Tensor, "B ..."]) -> list[Shaped[Tensor, " B"]]:
+        """Columns for ``add``: the number of elements and the sums of their values."""
+        return [self._count, *(v.sum(1) if v.dim() == 2 else v * self._count for v in values)]
 
     def rows(self, name: str, reduction: Reduction, *values: Shaped[Tensor, " B"]) -> None:
         """A metric over the rows that count."""
@@ -103,8 +110,7 @@ def diagnostics(table: MetricTable, x: LogRatios) -> None:
     """
     log_ratio = x.log_ratio
     gap = log_ratio.abs()
-    clamped = clamp(log_ratio)
-    e = excess(clamped)
+    e, k3 = excess_and_k3(clamp(log_ratio))
     training = -row_mean(x.log_prob, x.valid)
     rollout = -row_mean(x.rollout_log_prob, x.valid)
     difference = -row_mean(log_ratio, x.valid)
@@ -118,7 +124,7 @@ def diagnostics(table: MetricTable, x: LogRatios) -> None:
     table.rows("log_ppl_diff_min", LEAST, difference)
     table.rows("ppl_ratio", MEAN, safe_exp(difference))
     table.elements("kl", MEAN, -log_ratio)
-    table.elements("k3_kl", MEAN, k3(clamped))
+    table.elements("k3_kl", MEAN, k3)
     table.elements("chi2_token", CHI_SQUARED, e, e * e)
     table.rows("chi2_seq", MEAN_EXCESS, safe_exp(row_sum(log_ratio)).square())
     table.elements("logprob_abs_diff_mean", MEAN, gap)
@@ -144,13 +150,14 @@ def weight_metrics(table: MetricTable, spec: ImportanceSampling, w: ImportanceWe
         # As in verl, a row without a valid element has a weight of 0, where such rows count at all.
         low = w.low | empty
         high = w.high & ~empty
-    sums = (w.weight, w.weight * w.weight, w.excess, w.excess * w.excess)
+    # Summed once for three metrics.
+    sums = table.element_sums(w.weight, w.weight * w.weight, w.excess, w.excess * w.excess)
     row_sums = (row_weight, row_weight * row_weight, row_excess, row_excess * row_excess)
     # The exact one of both forms of a weight, for its extremes.
     exact = torch.where(row_weight < 0.5, row_weight, 1.0 + row_excess)
-    table.elements("rollout_is_mean", WEIGHT_MEAN, *sums)
-    table.elements("rollout_is_std", WEIGHT_DEVIATION, *sums)
-    table.elements("rollout_is_eff_sample_size", EFFECTIVE_SIZE, *sums)
+    table.add("rollout_is_mean", WEIGHT_MEAN, *sums)
+    table.add("rollout_is_std", WEIGHT_DEVIATION, *sums)
+    table.add("rollout_is_eff_sample_size", EFFECTIVE_SIZE, *sums)
     # Fractions and extremes of the weights' own units: of elements, or of rows before their bounds.
     of_units = table.rows if spec.level != "token" else table.elements
     ends = w.ratio if spec.level != "token" else w.weight

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, clamp, excess, row_mean, row_sum
+from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, clamp, excess_and_k3, row_mean, row_sum
 from flowgrpo_rc.correction.plan import ImportanceSampling
 
 
@@ -74,7 +74,7 @@ def importance_weights(
         # A product of many ratios needs the range and the digits of float64.
         log_weight = log_weight.double()
     ratio = log_weight.exp()
-    ratio_excess = excess(log_weight)
+    ratio_excess, _ = excess_and_k3(log_weight)
     weight = spec.bound(ratio, low | high)
     # expm1 has more digits than w - 1, and holds for every ratio that bounding left alone.
     weight_excess = torch.where(weight == ratio, ratio_excess, weight - 1.0)
