@@ -17,6 +17,7 @@ from flowgrpo_rc.checks import choice, show
 
 SAFETY_BOUND = 20.0
 """Every exponent is clamped to [-SAFETY_BOUND, SAFETY_BOUND] before ``exp``."""
+# Tables of names stand here, without torch, so that configurations validate against them quickly.
 IS_LEVELS = ("token", "sequence", "geometric")
 RS_OPTIONS = (
     *("token_k1", "token_k2", "token_k3"),
@@ -68,6 +69,7 @@ WEIGHT_MODES = {
         title="IcePop",
         effect="0 outside [{lower:g}, {upper:g}]",
         bound=lambda ratio, outside, _: ratio.masked_fill(outside, 0.0),
+        # verl's name.
         outside_metric="rollout_is_oob_ratio",
         slime_fractions={"mis_mask_fraction_low": "low", "mis_mask_fraction_high": "high"},
     ),
@@ -172,6 +174,7 @@ class CorrectionPlan:
         importance = self.importance
         if importance is not None and not (uses_weights or importance.rejects):
             importance = None
+        # Callers may then have to see whole windows, or the whole batch, before they learn from a part.
         weights_couple = importance is not None and (importance.level != "token" or importance.batch_normalize)
         return weights_couple or self.log_veto is not None or any(c.aggregate != "token" for c in self.criteria)
 
@@ -237,6 +240,7 @@ def parse_is_threshold(spec: ThresholdSpec, mode: str | None = None) -> tuple[st
     name = "rollout_is_threshold"
     choice("rollout_is_mode", mode, (None, *WEIGHT_MODES))
     below, above = split_band(spec, name)
+    # verl has no mode: the form of its threshold decides.
     if mode is None:
         mode = "truncate" if below is None else "zero"
     if not WEIGHT_MODES[mode].one_bound:
@@ -253,6 +257,7 @@ def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, .
     """
     if rollout_rs is None:
         return ()
+    # A repeated criterion would report its metrics twice under one name.
     options = list(dict.fromkeys(part.strip() for part in rollout_rs.split(",") if part.strip()))
     if not options:
         raise ValueError("rollout_rs is an empty list; use null for no rejection.")
@@ -262,6 +267,7 @@ def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, .
     if spec is None:
         raise ValueError(f"rollout_rs={named!r} needs rollout_rs_threshold.")
     entries = [e.strip() for e in spec.split(",") if e.strip()] if isinstance(spec, str) else [spec]
+    # The batch carries one bound for each row, which cannot serve two criteria.
     if AUTO in entries and spec != AUTO:
         raise ValueError(f"rollout_rs_threshold={spec!r}: auto stands alone, for one criterion; give it, or numbers.")
     if spec == AUTO and (len(options) > 1 or options[0].startswith("token")):
@@ -286,6 +292,7 @@ def _criterion(option: str, entry: object) -> Criterion:
     name = f"rollout_rs_threshold for {option}"
     if entry == AUTO:
         return Criterion(option, aggregate, statistic, math.inf, calibrated=True)
+    # Held against sums of l, so that the bounds of the ratio become logarithms.
     if statistic == "k1":
         lower, upper = _bounds(entry, name, zero_allowed=True)
         return Criterion(option, aggregate, statistic, math.log(upper), _log(lower))
@@ -309,6 +316,7 @@ def check_unused_rs_threshold(spec: ThresholdSpec) -> None:
     """
     if spec is None or spec == AUTO:
         return
+    # A criterion may come later, from another file or override; a typo should not wait for it.
     for entry in spec.split(",") if isinstance(spec, str) else [spec]:
         if is_band(entry):
             _bounds(entry, "rollout_rs_threshold", zero_allowed=True)
@@ -358,6 +366,7 @@ def split_band(spec: object, name: str) -> tuple[object | None, object]:
         raise ValueError(f"{name} is null; {_BAND_FORM}.")
     if not isinstance(spec, str) or "_" not in spec:
         return None, spec
+    # Python reads "1_2" as 12, so that a third part would pass unnoticed.
     parts = [part.strip() for part in spec.split("_")]
     if len(parts) > 2:
         raise ValueError(f"{name}: {show(spec)} has {len(parts)} parts; {_BAND_FORM}.")
@@ -386,6 +395,7 @@ def parse_number(value: object, name: str, *, band: object = None, zero_allowed:
         written = value if band is None else band
         form = _NUMBER_FORM if band is None else f"{_BAND_FORM}{_near_band(band)}"
         raise ValueError(f"{name}: {show(written)} is not a number; {form}.") from error
+    # NaN would compare as False everywhere, and keep or reject everything in silence.
     if math.isnan(number):
         raise ValueError(f"{name} must not be NaN.")
     if number < 0 or (number == 0 and not zero_allowed):

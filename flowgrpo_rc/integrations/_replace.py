@@ -23,6 +23,7 @@ class Replacement:
         Raises:
             AttributeError: ``home`` has no function of that name, so it is another version than expected.
         """
+        # Replacing half of the functions would mix two conventions in silence.
         missing = [name for name in functions if not hasattr(home, name)]
         if missing:
             raise AttributeError(f"{home.__name__} has no {', '.join(missing)}: an unexpected version.")

@@ -108,6 +108,7 @@ def compute_offpolicy_metrics(
     """Diagnostics without a prefix; the training policy's perplexity alone when there are no rollout log-probs."""
     known = old_log_prob if rollout_log_prob is None else rollout_log_prob
     metrics = _select(_run(old_log_prob, known, response_mask, CorrectionPlan()), "")
+    # Of one policy only perplexities are defined.
     if rollout_log_prob is not None:
         return metrics
     return {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
@@ -142,6 +143,7 @@ def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_c
     """
     from omegaconf import open_dict
 
+    # The same tensor, as in verl: nobody writes into it.
     if Key.ROLLOUT_LOG_PROBS not in batch.batch:
         raise ValueError(
             "bypass_mode needs rollout_log_probs in the batch: set actor_rollout_ref.rollout.calculate_log_probs=true."
@@ -195,6 +197,7 @@ OPTIONS = {name: option.default for name, option in inspect.signature(plan_of_op
 def _plan(*options: Any, **named: Any) -> CorrectionPlan:
     """verl's reading of the options of ``plan_of_options``: no ``geometric``, mirrored k1 bands."""
     plan = plan_of_options(*options, **named)
+    # An extension of ours, which verl's users must not get by a typo.
     if plan.importance is not None and plan.importance.level == "geometric":
         raise ValueError("verl has the levels 'token' and 'sequence' for rollout_is, got 'geometric'.")
     if any(c.statistic == "k1" and c.lower == -math.inf for c in plan.criteria):

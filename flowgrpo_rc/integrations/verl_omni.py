@@ -98,6 +98,7 @@ def apply_rollout_correction_to_diffusion_batch(batch: Any, rollout_corr_config:
     tensors = _tensors(batch)
     before = set(tensors.keys())
     _, metrics = trajectory.apply_rollout_correction_to_diffusion_batch(tensors, config)
+    # As in verl-omni, whose loss would otherwise multiply by ones.
     if not _corrects(config):
         for key in {Key.ROLLOUT_IS_WEIGHTS, Key.ROLLOUT_KEEP} - before:
             del tensors[key]
@@ -141,6 +142,7 @@ def _known(section: Any) -> dict[str, Any]:
     """
     fields = RolloutCorrectionConfig.__dataclass_fields__
     values = {str(key): section[key] for key in section if dialects.is_known(str(key), fields)}
+    # Hydra users switch an option off by empty text or false.
     values.update({key: None for key in ("rollout_is", "rollout_rs") if values.get(key) in ("", False)})
     if any(key not in fields and values[key] is not None for key in values) or dialects.is_legacy_level(
         values.get("rollout_rs")
@@ -166,6 +168,7 @@ def compute_rollout_corr_metrics_from_logprobs(
 
     ``timesteps`` of another shape than the log-probs are left out, as in verl-omni.
     """
+    # verl-omni passes all steps of a rollout, also where only a window was trained.
     aligned = timesteps is not None and timesteps.shape == log_prob.shape
     return compute_offpolicy_metrics(log_prob, rollout_log_prob, timesteps=timesteps if aligned else None)
 
@@ -211,6 +214,7 @@ def install() -> Replacement:
     if not hasattr(home, "compute_rollout_corr_metrics_from_batch"):  # verl-omni's first release of the feature
         names.remove("compute_rollout_corr_metrics_from_batch")
     installed.apply(home, {name: globals()[name] for name in names}, package="verl_omni")
+    # Its loss imports verl's helper by name, so that replacing verl's would not reach it.
     losses = importlib.import_module(_LOSSES)
     if hasattr(losses, _HELPER):
         installed.apply(losses, {_HELPER: compute_rollout_correction_and_rejection_mask}, package="verl_omni")

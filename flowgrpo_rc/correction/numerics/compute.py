@@ -95,6 +95,7 @@ def compute_rollout_correction(
     size of the aggregated log ratio for k1 and on the statistic for k2 and k3.
     """
     plan = config.plan()
+    # A batch may carry bounds that this configuration does not use.
     bounds = rs_bounds if plan.calibrated else None
     return run_plan(
         log_prob, rollout_log_prob, mask, plan=plan, row_bounds=bounds, timesteps=timesteps, dp_group=dp_group

@@ -84,6 +84,7 @@ class MetricTable:
 
     def totals(self) -> Float[Tensor, " numbers"]:
         """The numbers of all metrics on the device, which ``figures`` reads on the host."""
+        # One stack and one reduction for all metrics: many small kernels would cost more than the arithmetic.
         sums = self._stack(self._sums) * self._row_count
         ends = self._stack(self._ends).masked_fill(~self._rows, math.inf)
         return torch.cat([sums.sum(1), ends.amin(1)])
@@ -159,6 +160,7 @@ def weight_metrics(table: MetricTable, spec: ImportanceSampling, w: ImportanceWe
     table.add("rollout_is_std", WEIGHT_DEVIATION, *sums)
     table.add("rollout_is_eff_sample_size", EFFECTIVE_SIZE, *sums)
     # Fractions and extremes of the weights' own units: of elements, or of rows before their bounds.
+    # verl reports row weights before truncation here, and element weights after it.
     of_units = table.rows if spec.level != "token" else table.elements
     ends = w.ratio if spec.level != "token" else w.weight
     of_units("rollout_is_min", LEAST, ends)
@@ -208,6 +210,7 @@ def criterion_metrics(table: MetricTable, v: Verdict, x: LogRatios) -> None:
     c = v.criterion
     token = c.aggregate == "token"
     dtype = x.log_ratio.dtype
+    # As in verl, a few huge statistics should not hide the spread of those within the bounds.
     inside = v.values.to(dtype).clamp(v.lower, v.upper)  # pyright: ignore[reportCallIssue, reportArgumentType]
     outside = v.low | v.high
     row = v.values
@@ -264,6 +267,7 @@ def gaps_by_timestep(table: list[float]) -> dict[float, tuple[float, float]]:
     for gap, valid, t in zip(table[:n], table[n : 2 * n], table[2 * n :], strict=True):
         if not valid:
             continue
+        # A NaN timestep would become a group of its own for each element.
         if not math.isfinite(t):
             raise ValueError(f"timesteps: got {t} for a valid element; give finite numbers, or leave timesteps out.")
         total, count = groups.get(t, (0.0, 0.0))

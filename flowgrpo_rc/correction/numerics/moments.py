@@ -56,6 +56,8 @@ class Moments:
     timesteps: Mapping[float, tuple[float, float]] = field(default_factory=dict)
     """Sum of ``|l|`` and number of valid elements per timestep value."""
 
+    # Counts are the first numbers of a mean, over elements and over rows.
+
     @property
     def count(self) -> float:
         """Valid elements."""
@@ -75,6 +77,7 @@ class Moments:
         if self.plan != other.plan:
             # Bounds enter the numbers, so those of other options would mix two meanings.
             raise ValueError("Only results computed with the same options can be merged.")
+        # The divisor is not merged: micro-batches that were normalised apart have none in common.
         figures = {name: figure.merge(other.figures[name]) for name, figure in self.figures.items()}
         timesteps = dict(self.timesteps)
         for t, (total, count) in other.timesteps.items():
@@ -156,6 +159,7 @@ def slime_metrics(result: RolloutCorrection | Moments, *, ppo_ratio_mean: float 
         ppo_ratio_mean: mean of pi_theta / pi_old, which the caller has; reported as ``ois``.
     """
     moments = _moments(result)
+    # slime's figures are ours under other names, and a few of weights before their bounds.
     ours = metrics_from_moments(moments, "")
     out = {name: ours[source] for name, source in _SLIME.items() if source in ours}
     out |= {name: figure.value for name, figure in moments.figures.items() if name.startswith(_SLIME_ONLY)}

@@ -38,6 +38,7 @@ class NonFiniteLogProbError(ValueError):
         if len(positions) == 0:
             super().__init__("Log-probs are too large: the sum of their differences overflows.")
             return
+        # The first position leads to the image or token at fault.
         row, column = positions[0].tolist()
         super().__init__(
             f"{len(positions)} of {p.numel()} positions have a NaN or infinite log-prob where the mask is valid; "
@@ -89,7 +90,7 @@ def correct_and_measure(
         columns = metrics.normalization_columns(importance, x)
         table.add(BATCH_NORM_FACTOR, BATCH_DIVISOR, *columns)
         sums = torch.stack(columns).sum(1)
-        # The mean weight is that of the whole batch, whatever ranks it is spread over.
+        # The mean covers the whole batch, which may be spread over ranks.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(sums, group=dp_group)
     times = None if timesteps is None else metrics.timestep_table(x, timesteps.reshape(rows))
@@ -142,6 +143,7 @@ def _correct(
     rejection = rejection_mask(x.log_ratio, x.valid, plan.criteria, log_veto=plan.log_veto, row_bounds=row_bounds)
     if plan.importance is None:
         return None, rejection
+    # Of the unmasked ratio: weights and rejection do not depend on each other.
     importance = importance_weights(x.log_ratio, x.valid, plan.importance)
     if plan.importance.rejects:
         inside = by_element(~(importance.low | importance.high))
@@ -188,6 +190,7 @@ def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, time
             continue
         if other.shape != shape:
             raise ValueError(f"log_prob has shape {tuple(shape)}, but {name} has shape {tuple(other.shape)}.")
+        # Moving it here would be a silent transfer at every step.
         if other.device != log_prob.device:
             raise ValueError(f"log_prob is on {log_prob.device}, but {name} is on {other.device}; move one.")
     if log_prob.numel() == 0:

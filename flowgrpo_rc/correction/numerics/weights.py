@@ -36,6 +36,7 @@ class ImportanceWeights(NamedTuple):
         """The weight of each element in the compute dtype, 0 where invalid."""
         if self.weight.dim() == 2:
             return self.weight
+        # Multiplied by the mask, as weights of rows are finite.
         return self.weight.to(x.log_ratio.dtype).unsqueeze(1) * x.valid
 
 

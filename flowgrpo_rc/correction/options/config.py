@@ -107,6 +107,7 @@ class RolloutCorrectionConfig(Presets):
             self.guard = "off"
         for name, options in _CHOICES.items():
             choice(name, getattr(self, name), options)
+        # Without bypass mode the loss would silently be PPO.
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError("loss_type='reinforce' needs bypass_mode=True: it has no proximal policy pi_old.")
         if self.guard == "fallback" and self.loss_type == "reinforce":
@@ -121,6 +122,7 @@ class RolloutCorrectionConfig(Presets):
             parse_is_threshold(threshold, self.rollout_is_mode)
         if self.rollout_rs is None:
             check_unused_rs_threshold(self.rollout_rs_threshold)
+        # Parsing the plan checks every threshold that acts.
         if self.plan().calibrated and self.rollout_is_batch_normalize:
             raise ValueError(
                 "rollout_is_batch_normalize=True with rollout_rs_threshold='auto': rows of different timesteps are "
@@ -172,6 +174,7 @@ class RolloutCorrectionConfig(Presets):
         # OmegaConf's keys may be of other types.
         canonical, warning = cls._canonical({str(key): value for key, value in mapping.items()})
         config = cls(**canonical)
+        # After the checks: an error needs no translation beside it.
         if warning:
             warnings.warn(warning, stacklevel=2)
         return config
@@ -185,6 +188,7 @@ class RolloutCorrectionConfig(Presets):
         """
         import yaml
 
+        # Before parsing, which would turn 0.5_5 into 0.55.
         refuse_unquoted_bands(Path(path))
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, Mapping):
@@ -210,6 +214,7 @@ class RolloutCorrectionConfig(Presets):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of updates, 1 or more, got {value!r}.")
+        # parse_number has checked that they are positive.
         for name in _SHARES:
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a share between 0 and 1, got {getattr(self, name)!r}.")
@@ -244,6 +249,7 @@ def _translating(init: Callable[..., None]) -> Callable[..., None]:
     def translated(self: RolloutCorrectionConfig, /, *args: Any, **keywords: Any) -> None:
         known = self.__dataclass_fields__
         warning = ""
+        # Canonical keywords need no translation, and dataclasses.replace passes all of them at every call.
         if dialects.is_legacy_level(keywords.get("rollout_rs")) or not known.keys() >= keywords.keys():
             unknown = [key for key in keywords if not dialects.is_known(key, known)]
             if unknown:
@@ -253,6 +259,7 @@ def _translating(init: Callable[..., None]) -> Callable[..., None]:
                     "section there is from_dict."
                 )
             keywords, warning = self._canonical(keywords)
+        # Before __init__, whose annotations exclude numpy's numbers.
         init(self, *args, **_of_plain_types(keywords))
         if warning:
             warnings.warn(warning, stacklevel=2)

@@ -56,6 +56,7 @@ def translate(values: Values, defaults: Values) -> tuple[dict[str, Any], str]:
         TypeError: a switch or a bound of the wrong type.
         ValueError: keys of two dialects, or contradicting or bad values.
     """
+    # Two dialects would need an order between them, which no user could guess.
     slime = [key for key in values if key in SLIME]
     legacy = [k for k in values if k in LEGACY or (k == "rollout_rs" and is_legacy_level(values[k]))]
     if slime and legacy:
@@ -71,6 +72,7 @@ def translate(values: Values, defaults: Values) -> tuple[dict[str, Any], str]:
         is_canonical = slime or (key in ("bypass_mode", "loss_type") and value is not None)
         if is_canonical and changes.get(key, value) != value:
             raise ValueError(f"{key}={value!r} contradicts {keys} ({dialect}), which give {key}={changes[key]!r}.")
+    # Printed as YAML, so that users can replace their keys by it.
     whole = {**defaults, **canonical, **changes}
     form = ", ".join(
         f"{key}={_as_yaml(value)}"
@@ -124,6 +126,7 @@ def slime_name(key: str) -> str | None:
     slime's documentation of its metrics also leaves out ``tis_`` and ``rs_``.
     """
     name = key.replace("-", "_")
+    # slime's command line writes dashes, its argument names the prefix.
     candidates = [name]
     if name.startswith("mis_"):
         short = name.removeprefix("mis_")
@@ -187,6 +190,7 @@ def _of_legacy(values: Values) -> tuple[dict[str, Any], list[str]]:
     changes = _legacy_mode(values)
     written = values.get("rollout_rs")
     lower = _bound(values, "rollout_rs_threshold_lower")
+    # verl's first release wrote out thresholds that nothing used.
     if written is None:
         idle = [k for k in ("rollout_rs_threshold", "rollout_rs_threshold_lower") if values.get(k) is not None]
         return {**changes, **({"rollout_rs_threshold": None} if idle else {})}, idle
@@ -223,6 +227,7 @@ def _legacy_mode(values: Values) -> dict[str, Any]:
         for key in ("use_pure_rollout_correction", "use_policy_gradient")
         if (on := _switch(values, key)) is not None
     }
+    # verl renamed the switch, so that a configuration may carry both.
     if len(set(pure.values())) > 1:
         raise ValueError(f"{' and '.join(pure)} are two names of one switch; they must not contradict each other.")
     loss = values.get("loss_type")
@@ -266,6 +271,7 @@ def _of_slime(values: Values) -> tuple[dict[str, Any], list[str]]:
             idle.append("rs_veto_threshold")
         else:
             changes["rollout_token_veto_threshold"] = veto
+    # Metrics only, whatever else the file switches on.
     if _switch(values, "get_mismatch_metrics"):
         off = ("rollout_is", "rollout_rs", "rollout_rs_threshold", "rollout_token_veto_threshold")
         return {**changes, **dict.fromkeys(off)}, idle
@@ -296,6 +302,7 @@ def _slime_rejection_band(bounds: Values) -> str:
     lower_key = "tis_lower_bound" if bounds.get("rs_lower_bound") is None else "rs_lower_bound"
     upper_key = "tis_upper_bound" if bounds.get("rs_upper_bound") is None else "rs_upper_bound"
     chosen = {lower_key: bounds.get(lower_key), upper_key: bounds[upper_key]}
+    # A whole band has its own lower bound, unless rejection names one, which is then an error.
     if is_band(chosen[upper_key]):
         chosen[lower_key] = bounds.get("rs_lower_bound")
     elif chosen[lower_key] is None:

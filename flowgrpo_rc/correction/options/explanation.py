@@ -82,6 +82,7 @@ def in_force(config: RolloutCorrectionConfig) -> str:
         mode = f"bypass mode (pi_old = pi_rollout, {config.loss_type})"
     parts: list[str] = []
     if not config.weights_act:
+        # Weights would count the same ratio twice.
         parts.append("the PPO ratio pi_theta/pi_rollout is the importance weight itself")
         if weights is not None and weights.mode != "mask":
             parts.append(f"rollout_is={config.rollout_is} is measured, not applied")
@@ -177,10 +178,12 @@ def _mistakes(config: RolloutCorrectionConfig) -> Iterator[str]:
             "rollout_is in bypass mode with ppo_clip: applied weights would count pi_theta/pi_rollout twice, so they "
             "are diagnostics only. Set rollout_is=null, or loss_type=reinforce."
         )
+    # Nothing else corrects for the rollout policy there, since that loss has no ratio.
     if config.loss_type == "reinforce" and not corrects:
         yield "REINFORCE on off-policy data without weights or rejection is biased. Set rollout_is."
     if config.guard == "fallback" and not config.bypass_mode:
         yield "guard=fallback has nothing to fall back to: the run is in decoupled mode already."
+    # Silent otherwise: each step would be judged alone.
     if config.bypass_mode and by_row:
         yield (
             f"{', '.join(by_row)} in bypass mode: a loss that is fed one SDE step at a time, (B,) or (B, 1), can only "

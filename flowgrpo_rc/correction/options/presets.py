@@ -46,6 +46,7 @@ class Preset(Generic[P]):
         # Shown by ``help()``.
         make.__name__ = self.name
         make.__doc__ = self.__doc__
+        # The signature of the settings, since help() and editors show that of a wrapper otherwise.
         signature = inspect.signature(self._settings).replace(return_annotation=owner)
         make.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
         return make
@@ -100,6 +101,7 @@ def _row_ratio_legacy(
 
 
 def _row_ratio_one_bound(threshold: Number = 2.0) -> Settings:
+    # A lower bound of 0: small products are weighted down, not rejected.
     return _row_ratio(threshold, f"0_{threshold}")
 
 

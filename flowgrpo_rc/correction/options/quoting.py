@@ -41,6 +41,7 @@ def read_value(key: str, text: str) -> Any:
     """
     import yaml
 
+    # YAML would read 0.5_5 as 0.55.
     if _is_threshold(key) and _is_band(text):
         return text.strip()
     try:
@@ -62,6 +63,7 @@ def refuse_unquoted_bands(path: Path) -> None:
         yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
+    # In the text, since a parsed file no longer shows how a number was written.
     for number, line in enumerate(text.splitlines(), start=1):
         for found in (*_LINE.finditer(line), *_ENTRY.finditer(line)):
             key = found[1]
