@@ -46,6 +46,7 @@ def notes(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(server_module, "POLL_S", 0.05)
+    monkeypatch.setattr(server_module, "PROGRESS_S", 0.1)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     yield tmp_path / "notes.jsonl"
@@ -99,7 +100,9 @@ def test_the_judge_asks_the_server_that_the_run_has_started(notes, tmp_path, cap
     # What config.yaml records: who judged, and not where, which is another place the next time.
     assert (settings.judge.model, settings.judge.base_url) == (MODEL, None)
     assert settings.in_words() == f"1 x judge ({MODEL})"
-    assert f"starting vllm serve {MODEL} on port {port}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"starting vllm serve {MODEL} on port {port}" in said
+    assert "vllm serve is starting: loading the model" in said
     reward.close()
     reward.close()
     assert_ends(note["pid"], note["worker"])

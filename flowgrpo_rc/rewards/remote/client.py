@@ -62,7 +62,16 @@ class RemoteReward:
         rows = [{} for _ in prompts] if metadata is None else [self._sent(row) for row in metadata]
         starts = range(0, len(prompts), self.config.batch_size)
         parts = [slice(start, min(start + self.config.batch_size, len(prompts))) for start in starts]
-        requests = [self._request(part, images[part], list(prompts[part]), rows[part]) for part in parts]
+        requests = [
+            HTTPRequest(
+                self._url,
+                # Encoded when it is sent, so that not all batches are in memory at once.
+                partial(self._body, images[part], list(prompts[part]), rows[part]),
+                name=self._named(part),
+                content_type=self._protocol.content_type,
+            )
+            for part in parts
+        ]
         answers = send_all(requests, self.config, self._section, self._protocol.read_answer)
         return joined([self._checked(part, answer, prompts[part]) for part, answer in zip(parts, answers, strict=True)])
 
@@ -117,11 +126,6 @@ class RemoteReward:
                         f"{source}: the column {column!r} cannot be sent to the server: {error}; leave it out by "
                         f"naming in {field} those that the server needs ([] for none), or write it as text"
                     ) from error
-
-    def _request(self, part: slice, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> HTTPRequest:
-        # Encoded when it is sent, so that not all batches are in memory at once.
-        body = partial(self._body, images, prompts, rows)
-        return HTTPRequest(self._url, body, name=self._named(part), content_type=self._protocol.content_type)
 
     def _body(self, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> bytes:
         files = [encode(image, self._format) for image in images]

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 """Seconds between two requests that find out if the server answers."""
+PROGRESS_S = 60.0
+"""Seconds between two lines about a server that does not answer yet; a model may be downloaded for half an hour."""
 LOG_LINES = 8
 """Last lines of the server's output in a message."""
 LOG_CHARACTERS = 1500
@@ -71,6 +73,7 @@ class RewardModelServer:
             ValueError: the server has ended, or does not answer within ``start_timeout_s``; with the end of its output.
         """
         ends_at = time.monotonic() + self.config.start_timeout_s
+        reported_at = time.monotonic()
         options = HTTPOptions(tries=1, timeout_s=5.0, deadline_s=10.0)
         while True:
             # First, so that a server that answered at once costs no pause.
@@ -83,6 +86,9 @@ class RewardModelServer:
                 raise self._failure(
                     f"did not answer within {SECTION}.start_timeout_s={self.config.start_timeout_s:g} s"
                 )
+            if self._process is not None and time.monotonic() > reported_at + PROGRESS_S:
+                reported_at = time.monotonic()
+                print(f"Reward model: vllm serve is starting: {_end_of(self._process, 1)}", file=sys.stderr)
             time.sleep(POLL_S)
 
     def close(self) -> None:
@@ -111,9 +117,7 @@ class RewardModelServer:
         self._process.end()
         # The message has the log already.
         self._finalizer.detach()
-        lines = [printable(line) for line in self._process.output().splitlines() if line.strip()]
-        end = " | ".join(lines[-LOG_LINES:])[-LOG_CHARACTERS:]
-        return ValueError(f"{text}; the end of its log: {end or 'it is empty'}")
+        return ValueError(f"{text}; the end of its log: {_end_of(self._process, LOG_LINES) or 'it is empty'}")
 
 
 @contextmanager
@@ -164,6 +168,12 @@ def asking(judge: JudgeConfig, server: RewardModelServer | None) -> Iterator[Non
         yield
     finally:
         judge.base_url = None
+
+
+def _end_of(process: ChildProcess, count: int) -> str:
+    """The last lines of a process's output, in one line."""
+    lines = [printable(line) for line in process.output().splitlines() if line.strip()]
+    return " | ".join(lines[-count:])[-LOG_CHARACTERS:]
 
 
 def _program() -> str:
