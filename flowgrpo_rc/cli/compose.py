@@ -109,63 +109,46 @@ def _files(config_name: str, config_dir: str | None) -> dict[str, Any]:
             raise ConfigError(f"--config-dir: {config_dir!r} is not a folder")
         primary = str(folder)
         search = [f"hydra.searchpath=[file://{own}]"]
-        for file in _own_files(folder, config_name):
-            refuse_unquoted_bands(file)
     # The caller may have initialized Hydra for a program of its own, and Hydra allows one at a time.
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(primary, version_base="1.3"):
             composed = hydra_compose(config_name, search)
         content = OmegaConf.to_container(composed, resolve=False)
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:
+    # Hydra raises ValueErrors too, and text that is not UTF-8 is one.
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
         raise ConfigError(_explain(error, config_name, primary)) from error
     finally:
         GlobalHydra.instance().clear()
+    for file in _own_files(Path(primary), config_name):
+        refuse_unquoted_bands(file)
     return content  # type: ignore[return-value]
 
 
 def _own_files(folder: Path, name: str) -> Iterator[Path]:
-    """The user's file of that name, and the files of the folder that its defaults list builds on.
-
-    Raises:
-        ConfigError: a file cannot be read, is not YAML, or holds something else than keys.
-    """
+    """The user's file of that name, and the files of the folder that its defaults list builds on."""
     import yaml
 
     file = folder / f"{name.lstrip('/').removesuffix('.yaml')}.yaml"
-    if not file.exists():
-        return  # A shipped file, or none, which Hydra reports.
-    try:
-        # Editors on Windows write a byte order mark.
-        content = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
-    except (yaml.YAMLError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f", line {mark.line + 1}"
-        raise ConfigError(f"{file} is not YAML{where}: {getattr(error, 'problem', None) or one_line(error)}") from error
-    if content is not None and not isinstance(content, Mapping):
-        raise ConfigError(f"{file}: holds {show(content)} where keys are expected; write key: value")
+    if not file.is_file():
+        return
     yield file
-    content = content or {}
-    if "hydra" in content:  # Hydra takes the section out, so nobody else would see it.
+    content = yaml.safe_load(file.read_text(encoding="utf-8-sig")) or {}
+    # Hydra takes this section out, so nobody else would see it.
+    if "hydra" in content:
         raise ConfigError(
             f"{file}: hydra has no meaning here: Hydra only composes the configuration; delete it. The run folder is "
             "trainer.default_local_dir"
         )
-    defaults = content.get("defaults") or []
-    if not isinstance(defaults, list):
-        raise ConfigError(f"{file}: defaults: got {defaults!r}; give a list of files, e.g. [flowgrpo_trainer, _self_]")
-    for entry in defaults:
-        groups = [f"{group}/{option}" for group, option in entry.items()] if isinstance(entry, Mapping) else [entry]
-        for other in groups:
-            if str(other) not in ("_self_", name):
-                yield from _own_files(folder, str(other))
+    for entry in content.get("defaults", []):
+        names = [f"{group}/{option}" for group, option in entry.items()] if isinstance(entry, Mapping) else [entry]
+        for other in names:
+            if other not in ("_self_", name):
+                yield from _own_files(folder, other)
 
 
-def _explain(error: Exception, config_name: str, folder: str) -> str:
+def _explain(error: BaseException, config_name: str, folder: str) -> str:
+    """One line about a file that Hydra cannot compose."""
     if type(error).__name__ == "MissingConfigException":
         missing = getattr(error, "missing_cfg_file", None) or config_name
         names = sorted({p.stem for d in (Path(folder), shipped("configs")) for p in d.glob("*.yaml")})
@@ -173,10 +156,12 @@ def _explain(error: Exception, config_name: str, folder: str) -> str:
         where = "--config-name" if missing == config_name.removesuffix(".yaml") else config_name
         return f"{where}: no file {missing}.yaml; there are: {', '.join(names)}"
     # Some of Hydra's errors have no text; the one below them has.
-    cause: BaseException = error
-    while not str(cause).strip() and (inner := cause.__cause__ or cause.__context__) is not None:
-        cause = inner
-    return f"{config_name}: {one_line(cause, 300)}"
+    while not str(error).strip() and (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None:
+        return f"{mark.name} is not YAML, line {mark.line + 1}: {getattr(error, 'problem', None)}"
+    return f"{config_name}: {one_line(error, 300)}"
 
 
 def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
