@@ -124,6 +124,7 @@ def rows_of(folder):
     return [{k: v for k, v in r.items() if not k.startswith(TIMING_PREFIXES)} for r in folder.rows()]
 
 
+@pytest.mark.run
 def test_a_run_with_lag_draws_with_the_adapter_before(small_config):
     """Float32 throughout: without lag the first ratio is 1; with lag 1 it is not, from the second batch on."""
     settings = ("actor_rollout_ref.rollout.dtype=float32", "trainer.total_training_steps=3", "trainer.test_freq=1")
@@ -140,6 +141,7 @@ def test_a_run_with_lag_draws_with_the_adapter_before(small_config):
     assert all(row["actor/ratio_deviation_first"] > 1e-5 for row in late[1:])
 
 
+@pytest.mark.run
 def test_a_rollout_of_another_version_is_refused(small_config):
     trainer = FlowGRPOTrainer(small_config(f"{LAG}=1"))
     trainer.train_step()
@@ -153,6 +155,7 @@ def test_a_negative_lag_is_refused(small_config):
         small_config(f"{LAG}=-1")
 
 
+@pytest.mark.run
 def test_validation_and_lora_ema_are_the_average(small_config):
     trainer = FlowGRPOTrainer(small_config(f"{EMA}=0.5", "trainer.test_freq=1"))
     seen, averages = watch(trainer), []
@@ -173,6 +176,7 @@ def test_validation_and_lora_ema_are_the_average(small_config):
     assert any(not torch.equal(raw[key], averaged[key]) for key in raw)
 
 
+@pytest.mark.run
 def test_a_resumed_average_equals_an_uninterrupted_one(small_config):
     """Four steps in one go, and two, stop, two; the decay is the one given now."""
     settings = (f"{EMA}=0.9", "trainer.total_training_steps=4", "trainer.test_freq=1")
@@ -193,6 +197,7 @@ def test_a_resumed_average_equals_an_uninterrupted_one(small_config):
     assert (other.run.actor.average.decay, other.run.actor.average.optimization_step) == (0.25, 8)
 
 
+@pytest.mark.run
 def test_an_average_begun_on_resume_starts_from_the_adapter(small_config):
     settings = ("trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.resume_mode=auto")
     FlowGRPOTrainer(small_config(*settings)).fit()

@@ -11,6 +11,7 @@ from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError, diffusers_engine
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
+pytestmark = pytest.mark.run
 WINDOW = ("actor_rollout_ref.rollout.algo.sde_window_range=[0,2]", "actor_rollout_ref.rollout.algo.sde_window_size=2")
 CFG = "actor_rollout_ref.rollout.pipeline.true_cfg_scale=3.0"
 LATE = "actor_rollout_ref.rollout.adapter_lag=1"
@@ -20,7 +21,7 @@ EMA = "actor_rollout_ref.actor.ema_decay=0.5"
 class Engine(DiffusersEngine):
     """The diffusers engine with places where a fault can sit."""
 
-    def asked(self, request):
+    def understood(self, request):
         """The request as the engine understands it."""
         return request
 
@@ -29,7 +30,7 @@ class Engine(DiffusersEngine):
         return trajectories
 
     def generate(self, request):
-        return self.answered(super().generate(self.asked(request)))
+        return self.answered(super().generate(self.understood(request)))
 
 
 class StaleAdapter(Engine):
@@ -72,13 +73,13 @@ class UnboundModule(Engine):
 class TouchedAfterSync(Engine):
     """Somebody writes into the engine's adapter while it samples."""
 
-    def asked(self, request):
+    def understood(self, request):
         next(iter(adapter_parameters(self.transformer, self.adapter).values())).data.mul_(1.01)
         return request
 
 
 class OtherPrecision(Engine):
-    """Computes in float32 whatever it is told."""
+    """Computes in float32 always."""
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **(settings | {"dtype": torch.float32}))
@@ -99,38 +100,18 @@ class ShiftedSigmas(Engine):
         self._model.schedule = shifted
 
 
-class MoreSteps(Engine):
-    def asked(self, request):
-        return replace(request, num_inference_steps=request.num_inference_steps + 1)
-
-
 class NoGuidance(Engine):
-    def asked(self, request):
+    def understood(self, request):
         return replace(request, conditioning=replace(request.conditioning, negative=None))
 
 
 class OtherGuidance(Engine):
-    def asked(self, request):
+    def understood(self, request):
         return replace(request, conditioning=replace(request.conditioning, true_cfg_scale=4.5))
 
 
-class OtherNoise(Engine):
-    def asked(self, request):
-        return replace(request, noise_level=0.9 * request.noise_level)
-
-
-class OtherSDE(Engine):
-    def asked(self, request):
-        return replace(request, sde_type="dance_sde")
-
-
-class OtherWindow(Engine):
-    def asked(self, request):
-        return replace(request, window_starts=request.window_starts + 1)
-
-
 class SwappedSeeds(Engine):
-    def asked(self, request):
+    def understood(self, request):
         return replace(request, seeds=[request.seeds[1], request.seeds[0], *request.seeds[2:]])
 
 
@@ -142,34 +123,6 @@ class SwappedSeedsUnderAFalseEcho(SwappedSeeds):
         return replace(trajectories, echo=replace(trajectories.echo, seeds=tuple(request.seeds)))
 
 
-class OrderOfArrival(Engine):
-    """Results are put together in the order in which they arrive, here the last first."""
-
-    def answered(self, trajectories):
-        order, echo = torch.arange(len(trajectories.images)).flip(0), trajectories.echo
-        seeds = tuple(echo.seeds[i] for i in order.tolist())
-        return replace(
-            trajectories,
-            images=trajectories.images[order],
-            batch=trajectories.batch[order],
-            echo=replace(echo, seeds=seeds, window_starts=echo.window_starts[order]),
-        )
-
-
-class RowsOutOfOrder(Engine):
-    """Only the recorded steps are mixed up."""
-
-    def answered(self, trajectories):
-        return replace(trajectories, batch=trajectories.batch[torch.arange(len(trajectories.batch)).flip(0)])
-
-
-class AnswerToAnotherRequest(Engine):
-    """Answers with what it was asked the time before."""
-
-    def answered(self, trajectories):
-        return replace(trajectories, echo=replace(trajectories.echo, request_id="the one before"))
-
-
 class RoundedLatents(Engine):
     def answered(self, trajectories):
         for name in ("latents", "next_latents"):
@@ -177,47 +130,19 @@ class RoundedLatents(Engine):
         return trajectories
 
 
-class BFloat16Latents(Engine):
-    def answered(self, trajectories):
-        trajectories.batch["next_latents"] = trajectories.batch["next_latents"].bfloat16()
-        return trajectories
-
-
-class NotANumber(Engine):
-    def answered(self, trajectories):
-        trajectories.batch["next_latents"][5, 1, 0] = torch.nan
-        return trajectories
-
-
-class NoSteps(Engine):
-    def answered(self, trajectories):
-        return replace(trajectories, batch=None)
-
-
 BEFORE_ANY_STEP = [
     (ShiftedSigmas, (), r"sigmas: step 1: got 0\.9, expected 0\.75; the engine's scheduler differs from the model's"),
-    (MoreSteps, (), r"shape of sigmas: got \(6,\), expected \(5,\)"),
     (NoGuidance, (CFG,), "true_cfg_scale: got 1, expected 3; the engine ignored .* left out the negative prompts"),
-    (OtherGuidance, (CFG,), "true_cfg_scale: got 4.5, expected 3;"),
-    (OtherNoise, (), "noise_level: got 0.63, expected 0.7; the engine ignored actor_rollout_ref.rollout.algo"),
-    (OtherSDE, (), "sde_type: got dance_sde, expected sde"),
-    (OtherWindow, (), r"window_starts: got \[1, .*expected \[0, "),
-    (SwappedSeeds, (), "seeds: the same in another order, first at row 0: .*match them to requests by id"),
     (SwappedSeedsUnderAFalseEcho, (), "starting noise: row 0 does not start from the noise of its seed"),
-    (OrderOfArrival, (), "seeds: the same in another order, first at row 0"),
-    (RowsOutOfOrder, (), r"prompt_index: got \[3, 3, 3, 3, .*expected \[0, 0, 0, 0, .*by id"),
-    (AnswerToAnotherRequest, (), "request id: got the one before, expected"),
     (RoundedLatents, (), "latents: precision of row 0: got values rounded to bfloat16, expected float32"),
-    (BFloat16Latents, (), "dtype of next_latents: got bfloat16, expected float32"),
     (OtherPrecision, (), "compute dtype: got float32, expected bfloat16; the engine ignored .*rollout.dtype"),
-    (NotANumber, (), r"next_latents: not finite for 1 of 16 images \(rows \[5\]\)"),
-    (NoSteps, (), "recorded steps: got none, expected 2 an image"),
     (
         TouchedAfterSync,
         (),
         "adapter version 0: digest of the engine's weights: got .*a stale adapter was left in place",
     ),
 ]
+"""The other faults that the proof finds are in ``tests/rollout/test_proof.py``."""
 
 
 @pytest.mark.parametrize(("engine", "settings", "message"), BEFORE_ANY_STEP, ids=lambda v: getattr(v, "__name__", ""))
@@ -234,11 +159,8 @@ def test_the_first_faulty_batch_stops_the_run(small_config, monkeypatch, engine,
 
 
 AFTER_THE_FIRST_UPDATE = [
-    (StaleAdapter, (), "adapter version 1: digest of the engine's weights: got .*a stale adapter was left in place"),
-    (UnboundModule, (), "adapter version 1: digest .*a module was not bound"),
     (LyingAboutStaleAdapter, (), "adapter version 1: digest of the engine's weights: got"),
     (OldVersion, (), "sampled with adapter version 0, expected 1; the last sync did not arrive"),
-    (OldVersion, (LATE,), "sampled with adapter version 0, expected 1; the last sync did not arrive"),
     (UnboundModule, (LATE,), "adapter version 1: digest .*a module was not bound"),
 ]
 
@@ -261,8 +183,8 @@ def for_validation(engine):
     """The fault in validation requests alone."""
 
     class Validating(engine):
-        def asked(self, request):
-            return super().asked(request) if request.window_starts is None else request
+        def understood(self, request):
+            return super().understood(request) if request.window_starts is None else request
 
     return Validating
 
@@ -270,9 +192,7 @@ def for_validation(engine):
 @pytest.mark.parametrize(
     ("engine", "settings", "message"),
     [
-        (MoreSteps, (), r"shape of sigmas: got \(6,\), expected \(5,\)"),
         (OtherGuidance, (CFG,), "true_cfg_scale: got 4.5, expected 3;"),
-        (SwappedSeeds, (), "seeds: the same in another order"),
         (StaleAdapter, (EMA,), "adapter version 1: digest of the engine's weights"),
     ],
 )
@@ -281,11 +201,6 @@ def test_validation_is_checked_too(small_config, monkeypatch, engine, settings, 
     config = small_config(*WINDOW, *settings)
     with pytest.raises(RolloutSyncError, match=message):
         FlowGRPOTrainer(config).fit()
-
-
-def test_a_sound_engine_with_the_same_places_trains(small_config, monkeypatch):
-    monkeypatch.setattr(diffusers_engine, "DiffusersEngine", Engine)
-    assert FlowGRPOTrainer(small_config(*WINDOW, CFG, LATE, EMA)).fit().rows()[-1]["step"] == 2
 
 
 def same(a, b):

@@ -20,6 +20,8 @@ from flowgrpo_rc.rollout.process import EngineProcess
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush
 
+pytestmark = pytest.mark.process
+
 LONG = 100
 """Steps of a rollout that is still running when something happens to it."""
 

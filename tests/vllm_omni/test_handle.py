@@ -30,6 +30,8 @@ ROLLOUT = RolloutConfig(
     process=ProcessConfig(start_timeout_s=600.0, silence_timeout_s=30.0),
 )
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -52,7 +54,6 @@ def assert_same_images(one, other):
     assert one.echo.seeds == other.echo.seeds
 
 
-@pytest.mark.slow
 def test_a_pool_of_one_loses_it_and_has_it_again(model, engine):
     """A handle never starts anew by itself: the pool does, and gives it the adapter again."""
     beside, state = engine
@@ -76,7 +77,6 @@ def test_a_pool_of_one_loses_it_and_has_it_again(model, engine):
     assert not alive(handle.process.pid)
 
 
-@pytest.mark.slow
 def test_an_engine_alone_has_vllm_omni_below_it_and_takes_it_along(model, engine):
     """As an actor on another machine runs it: no weights of its own, the same digest, no orphan when it is killed."""
     beside, state = engine

@@ -21,6 +21,8 @@ from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
 
+pytestmark = pytest.mark.process
+
 TENSORS = {"latents": LATENT, "next_latents": LATENT, "rollout_means": LATENT, "rollout_log_probs": LOG_RATIO}
 """What is compared of two engines, and how far it may be apart."""
 

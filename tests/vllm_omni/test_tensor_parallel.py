@@ -20,6 +20,8 @@ from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held
 
+pytestmark = pytest.mark.process
+
 RANK, ALPHA = 4, 6
 
 
@@ -29,7 +31,6 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen_image", "flux_dev"])
 def test_two_processes_hold_and_draw_what_one_does(tmp_path, monkeypatch, name):
     """With ``lora_alpha / lora_rank`` = 1.5, and every linear layer that vllm-omni gives an adapter by default."""

@@ -14,6 +14,8 @@ from tolerances import LOG_RATIO, adam
 from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
+pytestmark = pytest.mark.process
+
 SETTINGS = ("actor_rollout_ref.rollout.dtype=float32", "trainer.total_training_steps=3")
 
 
@@ -22,7 +24,6 @@ def rows_of(folder):
     return [{k: v for k, v in json.loads(x).items() if not k.startswith(TIMING_PREFIXES)} for x in lines]
 
 
-@pytest.mark.slow
 def test_a_run_is_the_diffusers_engines_even_when_the_engine_is_killed_in_it(small_config):
     """Every metric of three steps; after the first step the engine's process is killed and comes back."""
     expected = rows_of(FlowGRPOTrainer(small_config(*SETTINGS, folder="diffusers")).fit().root)
@@ -54,7 +55,6 @@ def test_a_run_is_the_diffusers_engines_even_when_the_engine_is_killed_in_it(sma
     assert max(gaps) < LOG_RATIO
 
 
-@pytest.mark.slow
 def test_a_run_with_reference_images_is_the_diffusers_engines(small_config, tmp_path):
     """From prompt files with two images a prompt to the update; the second step samples with a pushed adapter."""
     model = str(tmp_path / "model")

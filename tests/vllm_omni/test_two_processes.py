@@ -22,13 +22,14 @@ SETTINGS = (
     "actor_rollout_ref.rollout.dtype=float32",
 )
 
+pytestmark = pytest.mark.process
+
 
 def rows_of(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(x).items() if not k.startswith(TIMING_PREFIXES)} for x in lines]
 
 
-@pytest.mark.slow
 def test_two_processes_with_an_engine_each_are_the_run_of_one(small_config, tmp_path):
     """Two gloo processes start two engines, push the adapter to both, prove both, and learn what one process learns."""
     single = rows_of(FlowGRPOTrainer(small_config(*SETTINGS, folder="one")).fit().root)
