@@ -64,7 +64,8 @@ def test_a_class_without_a_source_file_keeps_its_docstring():
 IMPORTS = """
 import sys
 import flowgrpo_rc.trainer.config
-before = "ast" in sys.modules and sys.modules["ast"].parse
+import ast
+before = ast.parse
 calls = []
 ast.parse = lambda *given, **more: calls.append(given) or before(*given, **more)
 import importlib
