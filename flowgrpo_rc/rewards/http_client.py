@@ -131,7 +131,7 @@ def _is_from_elsewhere(record: logging.LogRecord) -> bool:
 class _Failed(Exception):
     """A try failed. ``wait_s`` is the pause that the server wants before the next one."""
 
-    def __init__(self, reason: str, *, again: bool = True, wait_s: float = 0.0) -> None:
+    def __init__(self, reason: str, *, again: bool, wait_s: float) -> None:
         super().__init__(reason)
         self.again = again
         self.wait_s = wait_s
@@ -225,12 +225,13 @@ class _Batch:
         wait_s = 0.0
         try:
             # httpx limits each read; an answer that trickles in needs a limit on the whole.
-            body = await asyncio.wait_for(self._exchange(client, request), self.options.timeout_s)
-            return self.read(_without_key(body, self.key))
-        except _Failed as failure:
-            again = failure.again
-            wait_s = failure.wait_s
-            reason = str(failure)
+            response, body = await asyncio.wait_for(self._exchange(client, request), self.options.timeout_s)
+            body = _without_key(body, self.key)
+            if response.is_success and len(body) <= LARGEST_ANSWER:
+                return self.read(body)
+            again = response.status_code in RETRIED or response.status_code >= 500
+            wait_s = _retry_after(response.headers)
+            reason = _refusal(response, body)
         except httpx.ConnectTimeout:
             reason = "no connection within a few seconds"
         except (asyncio.TimeoutError, httpx.TimeoutException):
@@ -249,8 +250,8 @@ class _Batch:
         self.last_failure = f"; the last failure: {reason}"
         raise _Failed(reason, again=again, wait_s=wait_s)
 
-    async def _exchange(self, client: httpx.AsyncClient, request: Request) -> bytes:
-        """The body of an answer of status 2xx."""
+    async def _exchange(self, client: httpx.AsyncClient, request: Request) -> tuple[httpx.Response, bytes]:
+        """A response and its body, which is cut a little beyond ``LARGEST_ANSWER``."""
         body = request.body
         if callable(body):
             # In a thread, since the images of a request take seconds to encode.
@@ -263,23 +264,24 @@ class _Batch:
             async for chunk in response.aiter_raw():
                 content += chunk
                 if len(content) > LARGEST_ANSWER:
-                    raise _Failed(f"answers with more than {LARGEST_ANSWER} bytes, which is cut off", again=False)
-        if response.is_success:
-            return bytes(content)
-        status = response.status_code
-        # Hidden before it is cut, since half a key is no key that could be found.
-        words = printable(_without_key(bytes(content[: 2**16]), self.key).decode(errors="replace"))
-        # A redirect could send images and key to another server.
-        if response.has_redirect_location:
-            words = "a redirect, which is not followed; give the address of the server itself"
-        if len(words) > WORDS:
-            words = f"{words[:WORDS]}..."
-        reason = f"answers {status}: {words}" if words else f"answers {status}"
-        again = status in RETRIED or status >= 500
-        raise _Failed(reason, again=again, wait_s=_retry_after(response.headers))
+                    break
+        return response, bytes(content)
 
     def _named(self, name: str) -> str:
         return f"{self.section}.{name}={getattr(self.options, name):g} s"
+
+
+def _refusal(response: httpx.Response, body: bytes) -> str:
+    """The reason for a response that is not used."""
+    if len(body) > LARGEST_ANSWER:
+        return f"answers with more than {LARGEST_ANSWER} bytes, which is cut off"
+    words = printable(body[: 2**16].decode(errors="replace"))
+    # A redirect could send images and key to another server.
+    if response.has_redirect_location:
+        words = "a redirect, which is not followed; give the address of the server itself"
+    if len(words) > WORDS:
+        words = f"{words[:WORDS]}..."
+    return f"answers {response.status_code}: {words}" if words else f"answers {response.status_code}"
 
 
 def _pause(state: tenacity.RetryCallState) -> float:

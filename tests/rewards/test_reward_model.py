@@ -280,11 +280,9 @@ def test_what_does_not_go_together(notes, settings, told):
     [
         ({"rollout": {"name": "sglang"}}, "rollout.name: got 'sglang'; choose one of vllm"),
         ({"rollout": {"gpu_memory_utilization": 1.5}}, "rollout.gpu_memory_utilization: got 1.5"),
-        ({"rollout": {"dtype": "fp4"}}, "rollout.dtype: got 'fp4'"),
         ({"devices": []}, r"devices: got \[\]"),
         ({"extra_args": ["--api_key", "sk-secret"]}, "extra_args: leave --api-key out"),
         ({"extra_args": ["--enforce-eager", "--port", "8000"]}, "extra_args: leave --port out"),
-        ({"extra_args": ["--served_model_name=judge"]}, "extra_args: leave --served-model-name out"),
     ],
 )
 def test_settings_that_cannot_be_used(settings, told):
