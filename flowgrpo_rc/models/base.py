@@ -1,6 +1,7 @@
 """Interface of a model family, for rollout engines and the actor, and the parts that all families share."""
 
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.guidance import refuse_guidance_scale, refuse_true_cfg_scale
 from flowgrpo_rc.models.registry import FAMILIES
-from flowgrpo_rc.prompt import Prompt, ReferenceImage
+from flowgrpo_rc.prompt import Prompt, ReferenceImage, texts
 from flowgrpo_rc.quiet import IMPORTS, only_errors
 from flowgrpo_rc.transfers import onto
 
@@ -178,6 +179,9 @@ class DiffusionModel(ABC):
     solver_spaces_levels = False
     """The pipeline leaves the spacing of the noise levels to a scheduler with ``use_flow_sigmas``."""
 
+    scheduler_spaces_levels = False
+    """The pipeline leaves the spacing of the noise levels, and their shift, to any scheduler."""
+
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
         self.batch_guidance = True
@@ -241,6 +245,12 @@ class DiffusionModel(ABC):
                 f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model draws multiples of "
                 f"{self._multiple} pixels"
             )
+        rows, columns = (number * self._multiple for number in self._most_tokens())
+        if height > rows or width > columns:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model has positions for at "
+                f"most {rows}x{columns} pixels"
+            )
         pipeline = type(self.pipe).__name__
         embeds = bool(self.transformer.config.get("guidance_embeds"))
         refuse_guidance_scale(pipeline, embeds, guidance_scale, section)
@@ -273,9 +283,16 @@ class DiffusionModel(ABC):
         """Number of embeddings of the longest prompt."""
         return max_sequence_length
 
-    @abstractmethod
+    @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         """Unpadded embeddings of each prompt, on the host; call it inside ``text_encoders``."""
+        embeds = self.pipe.encode_prompt(
+            texts(prompts),
+            do_classifier_free_guidance=False,
+            device=self.pipe.text_encoder.device,
+            max_sequence_length=max_sequence_length,
+        )[0]
+        return [EncodedPrompt(row.cpu()) for row in embeds]
 
     def blank_prompt(self) -> EncodedPrompt:
         """A token of zeros in the width that the transformer takes; needs no text encoder."""
@@ -360,6 +377,10 @@ class DiffusionModel(ABC):
         """Side in pixels of one token."""
         return self.pipe.vae_scale_factor * 2
 
+    def _most_tokens(self) -> Sequence[int]:
+        """Most rows and columns of tokens that have positions."""
+        return sys.maxsize, sys.maxsize
+
     def _can_join(self, prompts: Prompts, negative: Prompts) -> bool:
         """One call can take both: their lengths are equal, or the transformer ignores the padding."""
         return self.masks_prompts or prompts.embeds.shape[1] == negative.embeds.shape[1]
@@ -439,6 +460,8 @@ class DiffusionModel(ABC):
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
         """Arguments of the scheduler's ``set_timesteps``, for an image of so many tokens: evenly spaced levels and the
         shift for this size."""
+        if self.scheduler_spaces_levels:
+            return {"num_inference_steps": num_inference_steps}
         mu = self._shift(config, num_inference_steps, tokens)
         if self.solver_spaces_levels and config.get("use_flow_sigmas"):
             return {"num_inference_steps": num_inference_steps, "mu": mu}

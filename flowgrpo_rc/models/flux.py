@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.packed_latents import PackedLatents
 from flowgrpo_rc.models.reference_size import scaled_size
 from flowgrpo_rc.prompt import Prompt, ReferenceImage, as_prompt, texts
 
 
-class Flux(DiffusionModel):
+class Flux(PackedLatents):
     """Adapter of ``diffusers.FluxPipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``.
 
     The dev checkpoint is guidance-distilled: its transformer takes ``guidance_scale``. Classifier-free guidance is
@@ -24,15 +25,6 @@ class Flux(DiffusionModel):
     longest_prompt = 512
     masks_prompts = False  # its prompts are padded to one length with embeddings that count
     solver_spaces_levels = True
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return (height // self._multiple) * (width // self._multiple), self._channels
-
-    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
-        # On the CPU whatever the engine runs on, so that a seed gives one image everywhere.
-        device = torch.device("cpu")
-        channels = self._channels // 4
-        return self.pipe.prepare_latents(1, channels, height, width, torch.float32, device, generator)[0][0]
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
@@ -77,12 +69,8 @@ class Flux(DiffusionModel):
 class FluxKontext(Flux):
     """Adapter of ``diffusers.FluxKontextPipeline``, which edits one image."""
 
+    noise_takes_image = True
     solver_spaces_levels = False
-
-    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
-        device = torch.device("cpu")
-        channels = self._channels // 4
-        return self.pipe.prepare_latents(None, 1, channels, height, width, torch.float32, device, generator)[0][0]
 
     def reference_grid(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
         width, height = self._reference_size(image, area)

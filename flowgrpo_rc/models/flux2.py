@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.packed_latents import PackedLatents
 from flowgrpo_rc.prompt import Prompt, ReferenceImage, as_prompt, texts
 from flowgrpo_rc.quiet import IMPORTS, only_errors
 
@@ -17,7 +18,7 @@ MARK = "@"
 """A prompt that occurs in no chat template."""
 
 
-class Flux2Klein(DiffusionModel):
+class Flux2Klein(PackedLatents):
     """Adapter of ``diffusers.Flux2KleinPipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``.
 
     ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance.
@@ -30,15 +31,6 @@ class Flux2Klein(DiffusionModel):
     solver_spaces_levels = True
     text_layers: tuple[int, ...] = (9, 18, 27)
     """The layers of the text encoder whose outputs stand side by side in an embedding."""
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return (height // self._multiple) * (width // self._multiple), self._channels
-
-    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
-        # On the CPU whatever the engine runs on, so that a seed gives one image everywhere.
-        device = torch.device("cpu")
-        channels = self._channels // 4
-        return self.pipe.prepare_latents(1, channels, height, width, torch.float32, device, generator)[0][0]
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:

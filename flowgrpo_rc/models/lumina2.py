@@ -32,17 +32,6 @@ class Lumina2(SpatialLatents):
         # The image has the position behind its caption.
         self.longest_prompt = int(pipe.transformer.config.axes_lens[0]) - 1
 
-    def check_request(
-        self,
-        height: int,
-        width: int,
-        guidance_scale: float | None,
-        true_cfg_scale: float = 1.0,
-        section: str = "pipeline",
-    ) -> None:
-        super().check_request(height, width, guidance_scale, true_cfg_scale, section)
-        self._check_positions(height, width, section, self.transformer.config.axes_lens[1:])
-
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         before = self.pipe.system_prompt + BEFORE_PROMPT
@@ -56,6 +45,9 @@ class Lumina2(SpatialLatents):
         tokenizer = self.pipe.tokenizer
         before = len(tokenizer(self.pipe.system_prompt + BEFORE_PROMPT).input_ids)
         return [(tokenizer, max_sequence_length - before)]
+
+    def _most_tokens(self) -> Sequence[int]:
+        return self.transformer.config.axes_lens[1:]
 
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.packed_latents import PackedLatents
 from flowgrpo_rc.prompt import Prompt, texts
 
 
-class QwenImage(DiffusionModel):
+class QwenImage(PackedLatents):
     """Adapter of ``diffusers.QwenImagePipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``."""
 
     default_lora_targets = JOINT_ATTENTION
@@ -22,14 +23,6 @@ class QwenImage(DiffusionModel):
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
         use_2d_convolutions_for_one_frame(pipe.vae)
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return (height // self._multiple) * (width // self._multiple), self._channels
-
-    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
-        # On the CPU whatever the engine runs on, so that a seed gives one image everywhere.
-        device = torch.device("cpu")
-        return self.pipe.prepare_latents(1, self._channels // 4, height, width, torch.float32, device, generator)[0]
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:

@@ -28,10 +28,7 @@ class QwenImageEdit(QwenImage):
     Prompts are cut to ``max_sequence_length`` tokens besides those of the images, where the pipeline cuts none.
     """
 
-    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
-        device = torch.device("cpu")
-        channels = self._channels // 4
-        return self.pipe.prepare_latents(None, 1, channels, height, width, torch.float32, device, generator)[0][0]
+    noise_takes_image = True
 
     def reference_grid(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
         width, height = self._reference_size(image, area)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.spatial_latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, as_prompt, is_negative, texts
 
 
-class Sana(DiffusionModel):
+class Sana(SpatialLatents):
     """Adapter of ``diffusers.SanaPipeline``. Latents are ``(channels, H / 32, W / 32)``.
 
     Prompts stand behind the pipeline's instruction to its language model, negative ones alone. ``true_cfg_scale`` is
@@ -25,19 +26,14 @@ class Sana(DiffusionModel):
     longest_prompt = 512
     masks_prompts = True
     instructs_prompts = True
+    scheduler_spaces_levels = True
+    shifts_latents = False
+    text_width = "caption_channels"
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
-        pipe.transformer._repeated_blocks = ["SanaTransformerBlock"]  # diffusers compiles what is named here
         call = inspect.signature(type(pipe).__call__)
         self._instruction: list[str] = call.parameters["complex_human_instruction"].default
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        factor = self.pipe.vae_scale_factor
-        return self._channels, height // factor, width // factor
-
-    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
-        return torch.randn(self.latent_shape(height, width), generator=generator)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
@@ -54,16 +50,9 @@ class Sana(DiffusionModel):
             rows += [EncodedPrompt(row[:length].cpu()) for row, length in zip(embeds, lengths, strict=True)]
         return rows
 
-    def blank_prompt(self) -> EncodedPrompt:
-        return EncodedPrompt(torch.zeros(1, self.transformer.config.caption_channels))
-
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
         """A first token, and the last one of the instruction, are kept with those of the prompt."""
         return [(self.pipe.tokenizer, max_sequence_length - 2)]
-
-    @property
-    def _multiple(self) -> int:
-        return self.pipe.vae_scale_factor * self.transformer.config.patch_size
 
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
@@ -74,9 +63,3 @@ class Sana(DiffusionModel):
             "encoder_hidden_states": prompts.embeds.to(dtype),
             "encoder_attention_mask": prompts.mask,
         }
-
-    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
-        return {"num_inference_steps": num_inference_steps}
-
-    def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        return self._decode_scaled_and_shifted(latents)

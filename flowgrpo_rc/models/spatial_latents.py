@@ -1,6 +1,5 @@
 """Base of the families whose latents are the unpacked feature maps of an ``AutoencoderKL``."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,13 +36,3 @@ class SpatialLatents(DiffusionModel):
             return self._decode_scaled_and_shifted(latents)
         vae = self.pipe.vae
         return vae.decode(latents.to(vae.device, vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
-
-    def _check_positions(self, height: int, width: int, section: str, most: Sequence[int]) -> None:
-        """Raise ``ValueError`` for a size of more rows or columns of tokens than there are positions, ``most`` of
-        each."""
-        rows, columns = (number * self._multiple for number in most)
-        if height > rows or width > columns:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model has positions for at "
-                f"most {rows}x{columns} pixels"
-            )

@@ -22,18 +22,6 @@ class StableDiffusion3(SpatialLatents):
     longest_prompt = 512
     masks_prompts = False  # its prompts are padded to one length with embeddings that count
 
-    def check_request(
-        self,
-        height: int,
-        width: int,
-        guidance_scale: float | None,
-        true_cfg_scale: float = 1.0,
-        section: str = "pipeline",
-    ) -> None:
-        super().check_request(height, width, guidance_scale, true_cfg_scale, section)
-        side = int(self.transformer.config.pos_embed_max_size)
-        self._check_positions(height, width, section, (side, side))
-
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         embeds, _, pooled, _ = self.pipe.encode_prompt(
@@ -56,6 +44,10 @@ class StableDiffusion3(SpatialLatents):
     def prompt_tokens(self, max_sequence_length: int) -> int:
         """Those of both CLIPs stand side by side, those of the T5 behind them."""
         return int(self.pipe.tokenizer_max_length) + max_sequence_length
+
+    def _most_tokens(self) -> Sequence[int]:
+        side = int(self.transformer.config.pos_embed_max_size)
+        return side, side
 
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning

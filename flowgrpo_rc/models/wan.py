@@ -1,13 +1,11 @@
 """Wan (``WanPipeline``), whose images are videos of one frame: arithmetic as in diffusers' pipeline, step by step."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts
-from flowgrpo_rc.prompt import Prompt, texts
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Prompts
 
 
 class Wan(DiffusionModel):
@@ -21,6 +19,8 @@ class Wan(DiffusionModel):
         f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_q", "to_k", "to_v", "to_out.0")
     )
     longest_prompt = 512
+    scheduler_spaces_levels = True
+    text_width = "text_dim"
     masks_prompts = False  # its prompts are padded to one length with zeros that count
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -29,19 +29,6 @@ class Wan(DiffusionModel):
 
     def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
         return torch.randn(self.latent_shape(height, width), generator=generator)
-
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
-        embeds, _ = self.pipe.encode_prompt(
-            texts(prompts),
-            do_classifier_free_guidance=False,
-            max_sequence_length=max_sequence_length,
-            device=self.pipe.text_encoder.device,
-        )
-        return [EncodedPrompt(row.cpu()) for row in embeds]
-
-    def blank_prompt(self) -> EncodedPrompt:
-        return EncodedPrompt(torch.zeros(1, self.transformer.config.text_dim))
 
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
         """The UMT5 adds a token behind the prompt."""
@@ -62,9 +49,6 @@ class Wan(DiffusionModel):
             "timestep": timesteps,
             "encoder_hidden_states": prompts.embeds.to(dtype),
         }
-
-    def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
-        return {"num_inference_steps": num_inference_steps}
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         vae = self.pipe.vae

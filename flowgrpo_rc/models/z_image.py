@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import Conditioning, Prompts
 from flowgrpo_rc.models.spatial_latents import SpatialLatents
-from flowgrpo_rc.prompt import Prompt, texts
 
 POSITIONS_A_STEP = 32
 """The transformer pads a caption to a multiple of this, with a token that it has learned."""
@@ -32,27 +31,6 @@ class ZImage(SpatialLatents):
         room = int(pipe.transformer.config.axes_lens[0]) - 2
         self.longest_prompt = room // POSITIONS_A_STEP * POSITIONS_A_STEP
 
-    def check_request(
-        self,
-        height: int,
-        width: int,
-        guidance_scale: float | None,
-        true_cfg_scale: float = 1.0,
-        section: str = "pipeline",
-    ) -> None:
-        super().check_request(height, width, guidance_scale, true_cfg_scale, section)
-        self._check_positions(height, width, section, self.transformer.config.axes_lens[1:])
-
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
-        embeds, _ = self.pipe.encode_prompt(
-            texts(prompts),
-            device=self.pipe.text_encoder.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=max_sequence_length,
-        )
-        return [EncodedPrompt(row.cpu()) for row in embeds]
-
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
         """The chat template's tokens count; those before the prompt are never cut off."""
         tokenizer = self.pipe.tokenizer
@@ -61,6 +39,9 @@ class ZImage(SpatialLatents):
         )
         before = len(tokenizer(template.split("{}")[0]).input_ids)
         return [(tokenizer, max_sequence_length - before)]
+
+    def _most_tokens(self) -> Sequence[int]:
+        return self.transformer.config.axes_lens[1:]
 
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning

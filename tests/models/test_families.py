@@ -288,6 +288,7 @@ def test_requests_that_the_model_cannot_serve(name, model):
         PromptEncoder(model, model.longest_prompt + 1)
 
 
+@pytest.mark.run
 def test_a_run_has_no_gap_and_moves_every_weight(name, folder, small_config, tmp_path):
     """Two steps of the trainer from a new adapter; the second moves the first matrices too."""
     family = TINY[name]
