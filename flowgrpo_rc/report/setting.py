@@ -1,7 +1,5 @@
 """The kind of run, in words: headline, progress, and the settings that matter for the gap."""
 
-import warnings
-
 from flowgrpo_rc.report.finding import OK, WATCH, Finding, number, worst
 from flowgrpo_rc.report.history import LOSS, ROLLOUT, History, finite
 
@@ -83,14 +81,10 @@ def _batch(history: History) -> str:
 
 def _correction(history: History) -> list[tuple[str, str]]:
     """``explain`` of the rollout correction, one pair per line; a refused section is quoted."""
-    from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
+    from flowgrpo_rc.correction import explain
 
-    section = history.setting("actor_rollout_ref.actor.rollout_correction")
-    section = history.setting("algorithm.rollout_correction") if not isinstance(section, dict) else section
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            text = explain(RolloutCorrectionConfig.from_dict(section)).text
-    except (TypeError, ValueError) as error:
-        return [("Correction", f"{section} ({error})")]
-    return [(name, value.strip()) for name, _, value in (line.partition(":") for line in text.splitlines())]
+    mode = history.configured_mode
+    if mode is None:
+        return [("Correction", f"{history.setting('algorithm.rollout_correction')}, which this version refuses")]
+    lines = explain(mode.rollout_correction).text.splitlines()
+    return [(name, value.strip()) for name, _, value in (line.partition(":") for line in lines)]

@@ -139,18 +139,6 @@ def test_few_images_do_not_reject_more_than_the_tail(option, power, count):
     assert 0.006 < sum(shares) / len(shares) < (0.045 if count == 16 else 0.02)
 
 
-def test_values_of_another_criterion_are_forgotten():
-    bands = rejection("seq_mean_k1")
-    other = rejection("seq_mean_k3")
-    same = rejection("seq_mean_k1")
-    bands.observe(torch.full((20, 2), 500.0), 1e-3 * torch.ones(20, 2).double())
-    same.load_state_dict(bands.state_dict())
-    assert same.bound(500.0) == bands.bound(500.0)
-    other.load_state_dict(bands.state_dict())
-    with pytest.raises(RuntimeError, match="no gap has been measured yet"):
-        other.bound(500.0)
-
-
 @pytest.mark.parametrize("bypass", ["true", "false"])
 def test_a_run_with_calibrated_rejection(small_config, bypass):
     """About the target share of an fp8 run is rejected, and a resumed run goes on exactly."""

@@ -177,17 +177,6 @@ def test_it_is_that_under_calibrated_limits():
         assert (torch.stack(wider.group_sums()).sum(0) / IMAGES - sampled).norm() > 0.2 * sampled.norm()
 
 
-def test_the_kl_to_the_reference_is_no_part_of_it():
-    actor = LinearActor()
-    mode = mode_with(clip_ratio=0.5 * mean_gap(actor))
-    found = []
-    for one in (mode, replace(mode, use_kl_loss=True, kl_loss_coef=100.0)):
-        meter = DriftMeter(one, "sde", 0)
-        add(meter, actor, actor.batch())
-        found.append(meter.result(0.95))
-    assert found[0] == found[1]
-
-
 def test_timesteps_are_told_apart():
     """Each has the drift that images have whose window is that one step, in the unit of them all."""
     actor = LinearActor(places=(0, 1))
@@ -320,19 +309,3 @@ def test_a_mode_without_the_correction_is_one_without_a_gap():
     assert not free.rollout_correction.plan().can_reject
     assert free.rollout_correction.plan().importance is None
     assert free.diffusion_loss == replace(mode.diffusion_loss, clip_ratio=mode.diffusion_loss.auto_clip_min)
-
-
-def test_images_of_a_single_prompt_are_told_apart():
-    """Where training has one prompt, its images are the sample; one group would have no interval, and no drift."""
-    actor = LinearActor()
-    mode = mode_with(clip_ratio=0.5 * mean_gap(actor))
-    found = []
-    for prompts in (torch.arange(actor.images), torch.zeros(actor.images, dtype=torch.long)):
-        batch = actor.batch()
-        batch[Key.PROMPT_INDEX] = prompts
-        meter = DriftMeter(mode, "sde", 0)
-        add(meter, actor, batch)
-        found.append(meter.result(0.95))
-    several, single = found
-    assert single.value == pytest.approx(several.value, rel=0.2)
-    assert 0 < single.value < single.interval.high < math.inf

@@ -125,15 +125,6 @@ def test_weights_of_0_are_watched_where_they_enter_the_loss(prefix, settings, al
     assert [said in str(w.message) for w in caught] == [True] * alarm
 
 
-def test_weights_that_bypass_mode_leaves_out_do_not_keep_it_away():
-    """After a fallback they act; the mode to return to only diagnoses by them."""
-    guard, _ = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=5")
-    feed(guard, 3, clip=0.5)
-    for step in range(5):
-        found = guard(HEALTHY | {"rollout_corr/rollout_is_oob_ratio": 0.3}, step).metrics
-    assert found["guard/fallback"] == 0
-
-
 def test_a_calibrated_clip_falls_back_to_its_lower_bound():
     guard, _ = guarded(
         f"{RC}.guard=fallback", f"{CLIP}=auto", "actor_rollout_ref.actor.diffusion_loss.auto_clip_min=5e-4"
@@ -171,14 +162,6 @@ def test_of_flow_dppo_twice_what_it_leaves_out_is_watched():
     assert found["guard/fallback"] == 1
     assert "60% of the samples lay outside the trust region before" in said[0]
     assert "Raise diffusion_loss.kl_mask_threshold beyond the gap, or" in said[0]
-
-
-@pytest.mark.parametrize(("loss_mode", "watched"), [("flow_grpo", True), ("grpo_guard", True), ("flow_dppo", False)])
-def test_only_what_clips_is_watched_for_it(loss_mode, watched):
-    """And the advice is one that the objective takes: ``auto`` is flow_grpo's alone."""
-    guard, said = guarded(f"{RC}.guard=fallback", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={loss_mode}")
-    assert feed(guard, 3, clip=0.9)["guard/fallback"] == watched
-    assert ("or set it to auto" in "".join(said)) == (loss_mode == "flow_grpo")
 
 
 def test_its_state_is_kept():

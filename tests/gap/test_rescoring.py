@@ -163,17 +163,6 @@ def test_the_adapter_and_the_random_streams_stay(small_config):
     assert all(torch.equal(batch[n], before[n]) for n in batch.keys())  # noqa: SIM118
 
 
-def test_the_adapter_comes_back_when_scoring_fails(small_config):
-    trainer, rescoring, calls = watched(small_config(f"{LAG}=1"))
-    for _ in range(2):
-        trainer.train_step()
-    own = adapter_state(trainer.run.actor.transformer)
-    trainer.run.actor.rescore = lambda *_: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        rescoring(*calls[-1])
-    assert same(adapter_state(trainer.run.actor.transformer), own)
-
-
 @pytest.mark.parametrize("settings", [(), (f"{LAG}=1", "algorithm.rollout_correction.bypass_mode=false")])
 def test_a_run_is_the_same_without_it(small_config, settings):
     runs = [FlowGRPOTrainer(small_config(*settings, f"{PROBE}.images={n}", folder=str(n))).fit() for n in (0, 5)]

@@ -9,11 +9,9 @@ from small_pipelines import write
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.planner import measured
 from flowgrpo_rc.planner import memory as room
 from flowgrpo_rc.planner.advice import advise
 from flowgrpo_rc.planner.machines import GIB, Gpus
-from flowgrpo_rc.planner.measured import Measured
 from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, MemoryPlan
 from flowgrpo_rc.planner.pipeline import PlanError
 from flowgrpo_rc.planner.settings import PlannedRun
@@ -172,16 +170,6 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(run, plan):
     assert not plan.memory(run.with_actor(ppo_micro_batch_rows=10), 1).fits(gpus.bytes)
     assert plan.largest_micro_batch(run, Gpus(1, 1)) == 0
     assert plan.largest_micro_batch(run, Gpus(1, 1000)) == 64  # all of a mini-batch: 4 prompts of 8 images of 2 steps
-
-
-def test_a_large_micro_batch_lies_on_the_line_of_smaller_ones(run, monkeypatch):
-    large = run.with_actor(ppo_micro_batch_rows=48)
-    monkeypatch.setattr(measured, "MOST_ROWS", 16)
-    scaled = Measured(large).update(48, recompute=True, accumulates=False)
-    monkeypatch.setattr(measured, "MOST_ROWS", 48)
-    whole = Measured(large).update(48, recompute=True, accumulates=False)
-    assert scaled.peak == pytest.approx(whole.peak, rel=1e-3)
-    assert scaled.backward_flops == whole.backward_flops
 
 
 def test_changes_are_told_until_the_run_fits(run, plan):

@@ -92,15 +92,6 @@ def test_weights_that_only_diagnose_are_no_problem():
     assert "Lower rollout_is_threshold" in acting.advice
 
 
-def test_advice_without_a_configuration_is_the_whole_one():
-    clip, gap = (
-        ({"actor/pg_clipfrac_first": 0.9}, "clip_first"),
-        ({"rollout_corr/logprob_abs_diff_mean": 1.0}, "gap_mean"),
-    )
-    for row, check in (clip, gap):
-        assert "bypass_mode=false" in found([row] * 20, None, check).advice
-
-
 TS = "rollout_sync__engine_gap_abs_mean/ts_500"
 
 

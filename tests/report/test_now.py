@@ -97,15 +97,6 @@ def test_loss_modes(mode, checked):
     assert names & (CLIPPING | AT_THE_ENGINE | {"policy_shift"}) == checked
 
 
-@pytest.mark.parametrize(
-    "change", [{"actor_rollout_ref__model__dtype": "bfloat16"}, {"trainer__mixed_precision": "bf16"}, {}]
-)
-def test_float32_is_both_sides(change):
-    config = settings(**{"actor_rollout_ref__rollout__dtype": "float32", **change})
-    finding = found(rows(actor__ratio_deviation_first=1e-3), config, "float32_deviation")
-    assert (finding is None) == bool(change)
-
-
 def test_growth_without_the_probe_follows_the_mode():
     def grow(step):
         return 1e-4 if step <= 15 else 3e-4

@@ -120,20 +120,6 @@ def test_a_run_that_goes_on_or_was_killed(tmp_path):
     assert "step_00001.png cannot be read" in page.text
 
 
-def test_only_the_first_step_validated(tmp_path):
-    _, page = page_of(read_run(folder(tmp_path / "run", [{"step": 0, "val/reward/mean": 0.5, "timing_s/validate": 1}])))
-    assert "Nothing to judge yet" in page.text
-    assert "No training step is logged yet" in page.text
-    assert "Healthy" not in page.text.split("The run")[0]
-
-
-def test_clipping_is_not_shown_where_nothing_clips(tmp_path):
-    for number, changes in enumerate(({}, {"algorithm__rollout_correction__loss_type": "reinforce"})):
-        run = folder(tmp_path / str(number), rows(30, actor__pg_clipfrac_first=0.9), settings(**changes))
-        _, page = page_of(read_run(run))
-        assert ("clipped before learning" in page.text) is ("Clipped samples" in page.text) is (not changes)
-
-
 def test_rows_of_another_trainer(tmp_path):
     """No configuration, no steps, tokens, and a NaN as Python writes it."""
     (tmp_path / "verl").mkdir()
