@@ -43,6 +43,7 @@ def plan(capsys):
     return run
 
 
+@pytest.mark.slow
 def test_what_fits_and_what_does_not_with_a_remedy_and_an_exit_code(plan):
     code, said, errors = plan("--gpus", "1x24,2x2")
     assert (code, errors) == (3, [])
@@ -58,12 +59,14 @@ def test_what_fits_and_what_does_not_with_a_remedy_and_an_exit_code(plan):
     assert "Still too much: take more GPUs, or larger ones" in no
 
 
+@pytest.mark.slow
 def test_one_machine_that_fits_ends_with_zero(plan):
     code, said, errors = plan("--gpus", "1x24")
     assert (code, errors) == (0, [])
     assert said.count("Verdict") == 1
 
 
+@pytest.mark.slow
 def test_gpus_that_could_be_split_are_compared_with_taking_turns(plan):
     code, said, errors = plan("--gpus", "2x24", "--reward-seconds", "0.5")
     assert (code, errors) == (0, [])
@@ -75,6 +78,7 @@ def test_gpus_that_could_be_split_are_compared_with_taking_turns(plan):
             plan("--gpus", "2x24", "--reward-seconds", wrong)
 
 
+@pytest.mark.slow
 def test_without_a_list_a_table_is_printed(plan):
     code, said, _ = plan("--gpus", "data.train_batch_size=8")  # an override behind a bare --gpus is one
     assert code == 0
@@ -85,6 +89,7 @@ def test_without_a_list_a_table_is_printed(plan):
     assert all(row.count("fits") == 4 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -139,6 +139,7 @@ def test_few_images_do_not_reject_more_than_the_tail(option, power, count):
     assert 0.006 < sum(shares) / len(shares) < (0.045 if count == 16 else 0.02)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("bypass", ["true", "false"])
 def test_a_run_with_calibrated_rejection(small_config, bypass):
     """About the target share of an fp8 run is rejected, and a resumed run goes on exactly."""
@@ -162,6 +163,7 @@ def test_a_run_with_calibrated_rejection(small_config, bypass):
     assert last == {k: v for k, v in whole[-1].items() if not k.startswith(TIMING_PREFIXES)}
 
 
+@pytest.mark.run
 def test_an_fp8_run_is_not_clipped_by_its_gap_and_resumes_exactly(small_config):
     fixed = [o for o in AUTO if "clip_ratio" not in o] + ["actor_rollout_ref.actor.diffusion_loss.clip_ratio=1e-4"]
     clipped = FlowGRPOTrainer(small_config(*fixed, folder="fixed")).fit().rows()
@@ -179,6 +181,7 @@ def test_an_fp8_run_is_not_clipped_by_its_gap_and_resumes_exactly(small_config):
     assert last == {k: v for k, v in whole[-1].items() if not k.startswith(TIMING_PREFIXES)}
 
 
+@pytest.mark.run
 def test_without_a_gap_calibration_changes_nothing(small_config):
     """Float32 rollouts: the band is the narrowest one, and the run that of a fixed clip of that width."""
     clip = "actor_rollout_ref.actor.diffusion_loss"

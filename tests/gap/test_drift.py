@@ -127,6 +127,7 @@ def mean_gap(actor):
     return float((2 * kl).sqrt().mean()) / DIMENSIONS * unit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "correction"),
     [
@@ -155,6 +156,7 @@ def test_the_drift_is_what_sampled_updates_learn_whatever_is_rewarded(loss, corr
     assert expected @ actor.engine < 0
 
 
+@pytest.mark.slow
 def test_it_is_that_under_calibrated_limits():
     """Each image has a rejection bound of its own, and each step a clip band."""
     actor = LinearActor()
@@ -257,6 +259,7 @@ def test_where_everything_is_rejected_nothing_is_learned():
     assert (found.value, found.interval.low, found.cosine) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_its_unit_is_the_gradient_of_one_step():
     """Twice the images, or a batch twice as large, give the same value; so does the sum of two batches."""
     actor = LinearActor()
@@ -281,6 +284,7 @@ def test_its_unit_is_the_gradient_of_one_step():
     assert two.result(0.95).value == pytest.approx(float(exact) / unit, rel=0.15)
 
 
+@pytest.mark.slow
 def test_the_interval_holds_the_drift_of_many_images():
     """Images differ in where the gap pushes them; the truth is the drift of forty times as many."""
     trials = 40

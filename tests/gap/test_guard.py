@@ -151,6 +151,7 @@ def test_off_and_what_cannot_fall_back():
         feed(reinforce, 20, clip=1.0)  # nothing is clipped there
 
 
+@pytest.mark.run
 def test_of_flow_dppo_twice_what_it_leaves_out_is_watched():
     """Its threshold says nothing of the ratio's clip band."""
     guard, said = guarded(f"{RC}.guard=fallback", "actor_rollout_ref.actor.diffusion_loss.loss_mode=flow_dppo")
@@ -218,6 +219,7 @@ def test_the_limits_of_a_resumed_run_are_its_own():
     assert feed(resumed, 1)["guard/fallback"] == 0
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard"])
 def test_a_run_in_the_collapsing_setting_is_moved_to_decoupled_mode(small_config, loss_mode):
     """From the update after the alarm on it is exactly a decoupled run from the same adapter."""

@@ -138,6 +138,7 @@ def test_the_recommended_rejection_band_holds_the_gap_within_its_bounds(small_co
         assert bool(inside == 1) is (scale < 1)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("sde_type", ["sde", "cps"])
 def test_other_weights_in_the_engine_are_broken_for_every_sde_type(small_config, sde_type):
     """Actor and engine are as far apart, whatever the log-prob leaves out."""
@@ -190,6 +191,7 @@ def test_flow_dppo_is_judged_by_its_trust_region(small_config, kl, safe, said):
     assert any("kl_mask_threshold=0.001 holds the gap" in reason for reason in advice.reasons) is not safe
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("loss_mode", "metric"), [("grpo_guard", "clipfrac"), ("flow_dppo", "clipfrac_inert")])
 def test_what_the_probe_says_of_an_objective_is_what_its_first_update_meets(small_config, loss_mode, metric):
     """The probe trains on its samples to time it, and says what is expected of them; ``flow_dppo`` leaves out half."""
@@ -208,6 +210,7 @@ def test_what_the_probe_says_of_an_objective_is_what_its_first_update_meets(smal
         assert of_the_update == pytest.approx(result.overall.clipped / 2, abs=0.12)
 
 
+@pytest.mark.run
 def test_a_calibrated_clip_is_judged_by_the_bands_of_this_gap(small_config):
     """Where a fixed clip is emptied, three times the 90 % quantile holds all but outliers; unless it may not."""
     fp8 = "actor_rollout_ref.rollout.quantization=fp8"
@@ -229,6 +232,7 @@ def test_a_calibrated_clip_is_judged_by_the_bands_of_this_gap(small_config):
     assert "clip_ratio=auto;" in report(result)
 
 
+@pytest.mark.run
 def test_the_bands_of_a_checkpoint_do_not_enter(small_config):
     """They hold staleness, and gaps of another engine."""
     auto = (BYPASS, f"{CLIP}=auto", f"{LOSS}.auto_clip_min=1e-6", f"{RC}.rollout_rs_threshold=auto")
@@ -242,6 +246,7 @@ def test_the_bands_of_a_checkpoint_do_not_enter(small_config):
     assert first.overall == second.overall
 
 
+@pytest.mark.run
 def test_an_update_that_fails_is_not_safe(small_config):
     """What was measured is kept."""
     trainer = FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=0.01"))
@@ -257,6 +262,7 @@ def test_an_update_that_fails_is_not_safe(small_config):
     assert "leaves out" not in report(result)
 
 
+@pytest.mark.run
 def test_a_sliding_window_is_probed_at_its_own_places(small_config):
     algo = "actor_rollout_ref.rollout.algo"
     window = (f"{algo}.sde_window_size=2", f"{algo}.sde_window_range=[0,4]")
@@ -269,6 +275,7 @@ def test_a_sliding_window_is_probed_at_its_own_places(small_config):
     assert [step.count for step in found["progressive"].steps] == [2, 2, 2, 2]  # from 0, 2
 
 
+@pytest.mark.run
 def test_equal_engines_have_no_gap(small_config):
     trainer = FlowGRPOTrainer(small_config(BYPASS, "actor_rollout_ref.rollout.dtype=float32"))
     result = probed(trainer, 8)
@@ -281,6 +288,7 @@ def test_equal_engines_have_no_gap(small_config):
     assert 0 < result.saved < 1
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
 def test_the_gap_is_that_of_the_means(small_config, sde_type):
     """For a Gaussian step the gap in nats and the KL come from the same shift of the mean, whatever its scale."""
@@ -350,6 +358,7 @@ def test_it_says_how_many_images_would_settle_it(small_config):
     assert "--images" not in " ".join(advised(config, found, gap, 512).reasons)
 
 
+@pytest.mark.run
 def test_it_samples_on_until_it_is_settled(small_config):
     """The window-4 setting that unlearned: 16 images do not tell, more find it not safe; the first images stay."""
     settings = (BYPASS, "actor_rollout_ref.rollout.quantization=fp8", f"{CLIP}=2e-4", *WINDOW_4)
@@ -394,6 +403,7 @@ def test_the_drift_is_judged_by_its_interval(small_config, low, high, verdict, s
         )
 
 
+@pytest.mark.run
 def test_the_probe_measures_the_drift_where_the_engine_anchors_the_clip(small_config):
     fp8 = ("actor_rollout_ref.rollout.quantization=fp8", f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null")
     found = {}
@@ -417,6 +427,7 @@ def test_the_probe_measures_the_drift_where_the_engine_anchors_the_clip(small_co
     assert found["narrow"].interval.low < found["narrow"].value < found["narrow"].interval.high
 
 
+@pytest.mark.run
 def test_shares_are_expected_not_counted(small_config):
     """Two images give the share that a hundred times as many would, as far as images are alike."""
     fp8 = ("actor_rollout_ref.rollout.quantization=fp8", f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null")
@@ -431,6 +442,7 @@ def test_shares_are_expected_not_counted(small_config):
         assert step.clipped == pytest.approx(outside, abs=0.15)
 
 
+@pytest.mark.run
 def test_calibrated_limits_of_the_last_look_hold_for_all_images(small_config, monkeypatch):
     """Two looks give the drift that one look at all images gives: of the first ones no gradient under bands of fewer
     images is left."""
@@ -467,6 +479,7 @@ def drift_under(run, batches, bounds):
     return meter.result(0.95).value
 
 
+@pytest.mark.run
 def test_a_run_is_probed_from_its_own_end(small_config, finished_run):
     """By its last checkpoint or by its final adapter, which are the same weights, and not those of the start."""
     model = "actor_rollout_ref.model"

@@ -47,6 +47,7 @@ def by_hand(trainer, batch, conditioning, rows):
     return scores
 
 
+@pytest.mark.run
 @pytest.mark.portable
 def test_its_numbers_are_a_rescoring_by_hand(small_config):
     trainer, rescoring, calls = watched(small_config())
@@ -76,6 +77,7 @@ def sync_metrics(row):
     return {k.removeprefix("rollout_sync/"): v for k, v in row.items() if k.startswith("rollout_sync/")}
 
 
+@pytest.mark.run
 @pytest.mark.portable
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
 def test_without_lag_in_float32_there_is_no_gap(small_config, sde_type):
@@ -88,6 +90,7 @@ def test_without_lag_in_float32_there_is_no_gap(small_config, sde_type):
         assert values["engine_kl_nats"] <= divergence(512)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("bypass", ["true", "false"])
 def test_with_lag_the_difference_is_staleness(small_config, bypass):
     """Float32: the engine gap stays at rounding while the actor is 0, 1, 2, 2 steps ahead."""
@@ -101,6 +104,7 @@ def test_with_lag_the_difference_is_staleness(small_config, bypass):
     assert all(v["staleness_abs_mean"] > 1e-5 for v in values[1:])
 
 
+@pytest.mark.run
 @pytest.mark.portable
 def test_a_low_precision_engine_gap_is_told_from_staleness(small_config):
     """Both at once: each part equals a rescoring by hand under its own weights, and they add up."""
@@ -132,6 +136,7 @@ def test_a_low_precision_engine_gap_is_told_from_staleness(small_config):
     assert stale.mean() > 1e-5
 
 
+@pytest.mark.run
 def test_the_adapter_and_the_random_streams_stay(small_config):
     trainer, rescoring, calls = watched(small_config(f"{LAG}=1", "actor_rollout_ref.actor.ema_decay=0.5"))
     for _ in range(2):
@@ -163,6 +168,7 @@ def test_the_adapter_and_the_random_streams_stay(small_config):
     assert all(torch.equal(batch[n], before[n]) for n in batch.keys())  # noqa: SIM118
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("settings", [(), (f"{LAG}=1", "algorithm.rollout_correction.bypass_mode=false")])
 def test_a_run_is_the_same_without_it(small_config, settings):
     runs = [FlowGRPOTrainer(small_config(*settings, f"{PROBE}.images={n}", folder=str(n))).fit() for n in (0, 5)]
@@ -176,6 +182,7 @@ def strip(row):
     return {k: v for k, v in row.items() if not k.startswith(("rollout_sync/", *TIMING_PREFIXES))}
 
 
+@pytest.mark.run
 def test_its_images_do_not_depend_on_the_processes_and_move_on(small_config):
     trainer, rescoring, calls = watched(small_config(f"{PROBE}.images=5"))
     trainer.train_step()
@@ -190,6 +197,7 @@ def test_its_images_do_not_depend_on_the_processes_and_move_on(small_config):
     assert seen == set(range(16))
 
 
+@pytest.mark.run
 def test_a_wide_gap_warns_once_a_run(small_config):
     trainer = FlowGRPOTrainer(small_config(f"{PROBE}.warn_gap=1e-5"))
     with pytest.warns(UserWarning, match=r"step 1: \S+/engine_gap_per_dimension is \S+, above .*warn_gap=1e-05"):
@@ -199,6 +207,7 @@ def test_a_wide_gap_warns_once_a_run(small_config):
         trainer.train_step()
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("settings", [(), (f"{LOSS}.clip_ratio=auto",), (f"{RC}.rollout_rs_threshold=auto",)])
 def test_a_log_prob_that_is_not_finite_stops_the_run_before_anything_learns_from_it(small_config, settings):
     """Neither the bands nor the weights have moved, and the prompt is named."""

@@ -89,6 +89,7 @@ def test_processes_are_put_together():
     assert gap_metrics(both, "") == pytest.approx(gap_metrics(sample(), ""))
 
 
+@pytest.mark.run
 def test_a_run_logs_the_divergence_from_means_where_the_engine_records_them(small_config):
     """Bypass with an objective of means: the closed form; its estimate, from the same images, is of that size."""
     fp8 = ("actor_rollout_ref.rollout.quantization=fp8", "actor_rollout_ref.rollout.probe.images=16")

@@ -63,6 +63,7 @@ PLAIN = {"recompute": False, "reference": False, "detached": False, "accumulates
 EVERYTHING = {"recompute": True, "reference": True, "detached": False, "accumulates": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "guided", "how"),
     [
@@ -90,6 +91,7 @@ def test_depth_scales_as_a_run_of_all_blocks_does(family, guided, how, tmp_path,
     assert (expected.recomputed_flops > 0) is how["recompute"]
 
 
+@pytest.mark.slow
 def test_guidance_in_two_calls_takes_the_memory_of_one_half(tmp_path):
     """A forward holds one half at a time, and has the operations of both; so does an update whose second half is
     detached, and then no backward pass goes through it."""
@@ -149,6 +151,7 @@ def test_decoding_is_linear_in_images_up_to_what_is_decoded_at_once(folder, fami
     assert two.forward_flops == 2 * one.forward_flops > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(TINY))
 def test_every_family_can_be_planned(name, tmp_path):
     """Twice the rows, twice the work; a mask without values stands for prompts that are whole."""

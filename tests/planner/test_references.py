@@ -28,6 +28,7 @@ def forward(folder, height, reference_area=None, guidance_scale=None):
     return passes.forward(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["flux", "qwen"])
 def test_a_reference_costs_what_as_many_pixels_more_do(family, tmp_path):
     """A square reference of 64 x 64 pixels beside a drawing of 64 x 64, and a drawing of 128 x 64."""
