@@ -141,6 +141,7 @@ def test_a_mode_that_is_in_force_is_no_remedy():
     assert remedy(CLIP, mode({"clip_ratio": "auto"}), fallen_back=True) == "Raise diffusion_loss.auto_clip_min"
 
 
+@pytest.mark.process
 def test_limits_and_remedies_need_no_torch():
     """The report reads them, on machines that have none."""
     code = "import sys, flowgrpo_rc.gap.safety, flowgrpo_rc.gap.safety; assert 'torch' not in sys.modules"

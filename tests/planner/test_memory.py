@@ -48,6 +48,7 @@ def plan(run):
     return MemoryPlan(run)
 
 
+@pytest.mark.slow
 def test_components_of_one_gpu_and_of_four(run, plan):
     sizes = plan.sizes
     lora = 4 * sizes.lora_parameters
@@ -69,6 +70,7 @@ def test_components_of_one_gpu_and_of_four(run, plan):
     assert four.tensors - one.tensors == four.resident["transformer, own shard"] - 4 * block
 
 
+@pytest.mark.slow
 def test_what_sharding_keeps_where(run, plan):
     """Of the transformer's bytes T: T/2 with two GPUs to a copy, none with the host's memory, and whole where gathered
     weights stay."""
@@ -87,6 +89,7 @@ def test_what_sharding_keeps_where(run, plan):
     assert alone.resident == plan.memory(run, 1).resident
 
 
+@pytest.mark.slow
 def test_what_is_scored_at_once(run, plan):
     """64 images on 2 GPUs, 2 rows each: all of them for the update, or the probe's alone; cut by the micro-batch."""
     probing = run.with_rollout(probe=replace(run.rollout.probe, images=5))
@@ -98,6 +101,7 @@ def test_what_is_scored_at_once(run, plan):
     assert "scoring" not in plan.memory(run.with_rollout(probe=replace(run.rollout.probe, images=0)), 2).stages
 
 
+@pytest.mark.slow
 def test_sharding_is_proposed_where_it_is_possible(run, plan, monkeypatch):
     monkeypatch.setattr(room, "RUNTIME", 0)
 
@@ -120,6 +124,7 @@ def test_sharding_is_proposed_where_it_is_possible(run, plan, monkeypatch):
     assert proposed(gathering, 4) == ["actor_rollout_ref.rollout.gather_weights=false"]
 
 
+@pytest.mark.slow
 def test_an_average_and_a_copy_are_counted(run, plan):
     lora = 4 * plan.sizes.lora_parameters
     averaged = plan.memory(run.with_actor(ema_decay=0.9), 1)
@@ -131,6 +136,7 @@ def test_an_average_and_a_copy_are_counted(run, plan):
     assert "sampling" not in own_process.stages
 
 
+@pytest.mark.slow
 def test_an_engine_of_its_own_counts_where_it_is(run, plan):
     """On the trainer's GPU it takes as much as beside any other; elsewhere nothing, and nothing of it is in the
     trainer."""
@@ -150,6 +156,7 @@ def test_an_engine_of_its_own_counts_where_it_is(run, plan):
     assert plan.memory(run.with_rollout(placement="process", devices=["cuda:1", "cuda:2"]), 2) == beside
 
 
+@pytest.mark.slow
 def test_an_engine_that_sleeps_leaves_its_weights_room_to_the_update(run, plan):
     """Awake it takes what one takes that does not sleep; the peak is the larger of rollout and update."""
     smallest = run.with_model(enable_gradient_checkpointing=True).with_actor(ppo_micro_batch_rows=1)
@@ -163,6 +170,7 @@ def test_an_engine_that_sleeps_leaves_its_weights_room_to_the_update(run, plan):
     assert "actor_rollout_ref.rollout.vllm_omni.sleep=true" not in overrides
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_does_not(run, plan):
     whole = plan.memory(run.with_actor(ppo_micro_batch_rows=9), 1)
     gpus = Gpus(1, whole.total / (1 - MARGIN) / GIB + 1e-9)
@@ -172,6 +180,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(run, plan):
     assert plan.largest_micro_batch(run, Gpus(1, 1000)) == 64  # all of a mini-batch: 4 prompts of 8 images of 2 steps
 
 
+@pytest.mark.slow
 def test_changes_are_told_until_the_run_fits(run, plan):
     needed = plan.memory(run.with_model(enable_gradient_checkpointing=True).with_actor(ppo_micro_batch_rows=2), 1)
     gpus = Gpus(1, needed.total / (1 - MARGIN) / GIB)
@@ -186,6 +195,7 @@ def test_changes_are_told_until_the_run_fits(run, plan):
     assert advise(plan, Gpus(1, 1000)) == []
 
 
+@pytest.mark.slow
 def test_work_of_a_step_by_hand(run, plan):
     """64 images, 10 steps, a window of 2; a backward is about a forward, for the weights are frozen."""
     flops = step_flops(plan)
@@ -204,6 +214,7 @@ def test_work_of_a_step_by_hand(run, plan):
     assert time.total == pytest.approx(flops.total / (2 * 0.4 * 989e12))
 
 
+@pytest.mark.slow
 def test_time_at_the_peak_of_two_precisions_without_what_is_repeated(run):
     flops = StepFlops(rollout=989e12, score=67e12, update=134e12, recomputed=1e15)
     two = replace(run, model=replace(run.model, dtype="float32"))
@@ -222,6 +233,7 @@ def train_check(run, plan, monkeypatch):
     return lambda device_bytes: planned.check_memory(None, 1, device_bytes)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_training_warns_of_too_little_memory(train_check, run, plan):
     memory = plan.memory(run, 1)
     with warnings.catch_warnings():
@@ -233,6 +245,7 @@ def test_training_warns_of_too_little_memory(train_check, run, plan):
         train_check(1000)
 
 
+@pytest.mark.slow
 def test_training_refuses_a_micro_batch_that_cannot_fit(train_check, run, plan, monkeypatch):
     """Only where its tensors alone are too many, and fewer images would do."""
     monkeypatch.setattr(room, "RUNTIME", 0)

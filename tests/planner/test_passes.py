@@ -109,6 +109,7 @@ def test_guidance_in_two_calls_takes_the_memory_of_one_half(tmp_path):
     assert alone.peak <= detached.peak <= alone.peak + single.peak  # the second half's forward, and no graph of it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_real_step_has_the_living_bytes_of_the_fake_one(tiny_model, recompute):
     """Tensor for tensor: the same operations allocate the same storages, whatever they hold."""

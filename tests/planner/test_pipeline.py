@@ -36,6 +36,7 @@ def in_bfloat16(name):
     return FakePipeline(name, torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters_of_shipped_pipelines(name):
     pipeline = in_bfloat16(name)

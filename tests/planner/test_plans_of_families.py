@@ -94,6 +94,7 @@ class Counted(TorchFunctionMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(TINY))
 def test_a_real_step_has_the_living_bytes_and_operations_of_the_fake_one(name, tmp_path):
     pipe = TINY[name].build()

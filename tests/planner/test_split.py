@@ -90,6 +90,7 @@ def test_each_process_has_engines_of_its_own(run):
     assert split_seconds(work(64, 0), whole, Gpus(4, 80), 1).rollout == pytest.approx(64)
 
 
+@pytest.mark.slow
 def test_memory_of_both_sides(run, plan):
     """The trainer's GPU has no engine; the engine's has weights, VAE, LoRA and what drawing takes, and no actor."""
     split = best_split(plan, work(40, 40), Gpus(2, 80), [1])
@@ -107,6 +108,7 @@ def test_memory_of_both_sides(run, plan):
     assert split.trainer_bytes == trainer.total
 
 
+@pytest.mark.slow
 def test_the_fastest_split_that_fits(run, plan):
     work_of_both = work(60, 30)
     gpus = Gpus(6, 80)
@@ -123,6 +125,7 @@ def split_bytes(plan, gpus):
     return max(found.trainer_bytes, found.engine_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("turns", "split", "reward", "fits", "says"),
     [

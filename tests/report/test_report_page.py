@@ -197,6 +197,7 @@ def test_what_is_no_run_is_refused_by_name(tmp_path, capsys):
         read_run(config)
 
 
+@pytest.mark.process
 def test_the_command_needs_no_torch(tmp_path):
     root = folder(tmp_path / "run", rows())
     code = f"from flowgrpo_rc.cli.main import main; assert main(['report', {str(root)!r}]) == 0; import sys; "
@@ -205,6 +206,7 @@ def test_the_command_needs_no_torch(tmp_path):
     assert done.returncode == 0
 
 
+@pytest.mark.run
 def test_a_real_run(finished_run, tmp_path):
     root = shutil.copytree(finished_run.root, tmp_path / "run")
     path, findings = write_report(read_run(root))
