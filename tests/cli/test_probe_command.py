@@ -245,14 +245,6 @@ def test_a_disk_that_fills_meanwhile_costs_the_files_alone(probe, tmp_path, monk
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_files_are_readable_by_others(tmp_path, plain):
-    """As the umask has it, not as temporary files are made."""
-    probe_folder.ProbeFolder(tmp_path).write(Result(1e-3))
-    mask = os.umask(0)
-    os.umask(mask)
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~mask}
-
-
 def test_rewards_are_ended_before_anything_is_measured(probe, monkeypatch):
     """A probe scores nothing, and the server of a reward model holds memory of the GPUs."""
     events = []
