@@ -1,13 +1,14 @@
 """All processes of a launch train one run: they must have the same settings, prompts and model.
 
-Processes that differ would train on together, and the result would be that of no configuration.
+Processes that differ would train on together, and no configuration would describe the result.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from accelerate.utils import gather_object
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.data import PromptRecord
@@ -17,27 +18,20 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 NAMED = 5
 """Differences that a message names at most."""
 
-Gather = Callable[[list[Any]], list[Any]]
-"""Concatenates the lists of all processes in rank order."""
 
-
-def require_agreement(own: Mapping[str, Any], gather: Gather | None = None) -> None:
+def require_agreement(own: Mapping[str, Any], gather: Callable[[list[Any]], list[Any]] = gather_object) -> None:
     """Raise on every process unless ``own`` is equal on all of them; every process must call it.
 
     Args:
         own: nested mappings of values with a ``repr`` that depends on the value alone.
-        gather: ``accelerate.utils.gather_object`` by default.
+        gather: concatenates the lists of all processes in rank order.
 
     Raises:
         ValueError: names the first keys that differ, with the values and the ranks that have them.
     """
-    if gather is None:
-        from accelerate.utils import gather_object
-
-        gather = gather_object
-    flat = flatten(own)
+    flat = {key: repr(value) for key, value in flatten(own).items()}
     # A digest first, since thousands of ranks would otherwise exchange the whole configuration at every start.
-    if len(set(gather([_digest(json.dumps(flat, sort_keys=True))]))) == 1:
+    if len(set(gather([_digest(repr(sorted(flat.items())))]))) == 1:
         return
     everyones = gather([flat])
     keys = sorted({key for one in everyones for key in one})
@@ -59,20 +53,18 @@ def settings_of(
     return {
         "flowgrpo_rc": __version__,
         **settings,
+        # Content too: the same path may be another file on another machine.
         "content of data.train_files": _prompts_digest(train),
         "content of data.val_files": _prompts_digest(validation),
         "content of rewards": {name: _file_digest(own.path) for name, own in config.reward.own_functions().items()},
     }
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """``{"a.b": repr(value)}`` of nested mappings."""
-    flat: dict[str, str] = {}
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a.b": value}`` of nested mappings."""
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = repr(value)
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
 
 
@@ -85,9 +77,9 @@ def _by_value(values: Sequence[str | None]) -> str:
 
 
 def _prompts_digest(records: Sequence[PromptRecord]) -> str:
-    """Of the prompts and all that rewards see of them; the files' places may differ from machine to machine."""
     content = []
     for record in records:
+        # Images count by their digests, since the paths may differ from machine to machine.
         metadata = {name: value for name, value in record.metadata.items() if name != "images"}
         content.append((record.prompt, record.negative_prompt, [image.digest for image in record.images], metadata))
     return _digest(repr(content))

@@ -7,7 +7,6 @@ filled under a temporary name, synced and renamed; ``checkpoints/latest`` names 
 Read ``save_run``, ``load_run`` and ``resume_run`` first.
 """
 
-import errno
 import hashlib
 import inspect
 import json
@@ -310,14 +309,14 @@ def check_fingerprint(own: Mapping[str, Any], saved: Mapping[str, Any], folder: 
         saved = {**saved, "parts": own["parts"]}
     here, there = flatten(own), flatten(saved)
     for key in {**here, **there}:
-        if here.get(key) == there.get(key):
-            continue
         part, _, name = key.partition(".")
+        if here.get(key) == there.get(key) or part not in own:
+            continue
         if part == "rewards":
             if key in here and key in there:  # a run may go on with other rewards
                 raise CheckpointError(
-                    f"{folder} was trained with other weights or another dtype of the reward {name!r} ({there[key]} "
-                    f"there, {here[key]} here). Give the same in reward.{name}'s settings, or {AFRESH}"
+                    f"{folder} was trained with other weights or another dtype of the reward {name!r} ({there[key]!r} "
+                    f"there, {here[key]!r} here). Give the same in reward.{name}'s settings, or {AFRESH}"
                 )
         elif part == "references":
             values = f"{saved[part] or 'none'} there, {own[part] or 'none'} here"
@@ -325,10 +324,10 @@ def check_fingerprint(own: Mapping[str, Any], saved: Mapping[str, Any], folder: 
                 f"{folder} was trained with other reference images ({values}). Give the images of data.train_files as "
                 f"they were, or {AFRESH}"
             )
-        elif part in own:
+        else:
             raise CheckpointError(
-                f"{folder} is a checkpoint of another model: {part} {name} is {there.get(key)!s:.300} there and "
-                f"{here.get(key)!s:.300} here. Give the same model and LoRA settings, or {AFRESH}"
+                f"{folder} is a checkpoint of another model: {part} {name} is {there.get(key)!r:.300} there and "
+                f"{here.get(key)!r:.300} here. Give the same model and LoRA settings, or {AFRESH}"
             )
 
 
@@ -552,14 +551,11 @@ def _digest(path: Path) -> str:
 
 
 def _is_write_failure(error: BaseException) -> bool:
-    """torch and safetensors wrap the system's write error in types of their own; only its text survives."""
+    # torch and safetensors wrap the system's write error in types of their own; only its text survives.
     text = f"{error} {error.__context__}"
     return isinstance(error, OSError) or "os error" in text or "iostream error" in text
 
 
 def _is_full(folder: Path, error: BaseException) -> bool:
-    if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
-        return True
-    with suppress(OSError):
-        return shutil.disk_usage(folder).free < 1 << 20
-    return False
+    # torch's message for a full disk does not contain the reason.
+    return "No space left" in str(error) or shutil.disk_usage(folder).free < 1 << 20

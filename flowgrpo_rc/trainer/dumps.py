@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate.utils import gather_object
+from PIL import Image
 
 from flowgrpo_rc.messages import one_line, reason
 from flowgrpo_rc.run_folder import WRITING, sync_path, write_durably
@@ -80,56 +82,42 @@ class ImageDump:
         Raises:
             OSError: on every process, if one could not write; an earlier folder of the step stays.
         """
-        from accelerate.utils import gather_object
-
         target = self.root / f"step_{step:05d}"
         temporary = target.with_name(target.name + WRITING)
-        self._on_main(lambda: _begin(temporary))
-        _raise_any(gather_object([_problem_of(lambda: _write_images(temporary, images))]))
-        lines = gather_object([(image.number, image.line(step)) for image in images])
-        self._on_main(lambda: _finish(temporary, target, lines))
+        lines: dict[int, dict[str, Any]] = {}
 
-    def _on_main(self, act: Callable[[], None]) -> None:
-        """Run ``act`` on the main process; its failure is raised on every process."""
-        from accelerate.utils import gather_object
+        def begin() -> None:
+            shutil.rmtree(temporary, ignore_errors=True)  # a kill may have left it
+            temporary.mkdir()
 
-        _raise_any(gather_object([_problem_of(act) if self._accelerator.is_main_process else None]))
+        def write_images() -> None:
+            for image in images:
+                Image.fromarray(image.image).save(temporary / image.file, format="PNG")
+                sync_path(temporary / image.file)
+
+        def finish() -> None:
+            text = "".join(json.dumps(lines[number], ensure_ascii=False) + "\n" for number in sorted(lines))
+            write_durably(temporary / LINES, text.encode("utf-8", "backslashreplace"))
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(temporary, target)
+            sync_path(target.parent)
+
+        main = self._accelerator.is_main_process
+        _on_all_processes(begin if main else None)
+        _on_all_processes(write_images)
+        # By number: an image that two processes drew, to have equal work, is one image.
+        lines.update(gather_object([(image.number, image.line(step)) for image in images]))
+        _on_all_processes(finish if main else None)
 
 
-def _raise_any(problems: list[str | None]) -> None:
-    found = [problem for problem in problems if problem is not None]
+def _on_all_processes(act: Callable[[], None] | None) -> None:
+    """Run ``act``; its exception is an ``OSError`` on every process, so that none waits for another."""
+    problem = None
+    try:
+        if act is not None:
+            act()
+    except Exception as error:  # image libraries raise errors of their own
+        problem = one_line(error)
+    found = [problem for problem in gather_object([problem]) if problem is not None]
     if found:
         raise OSError(found[0])
-
-
-def _problem_of(act: Callable[[], None]) -> str | None:
-    """The error of ``act`` as text, which all processes can exchange."""
-    try:
-        act()
-    except Exception as error:  # image libraries raise errors of their own
-        return one_line(error)
-    return None
-
-
-def _begin(temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-
-
-def _write_images(folder: Path, images: Sequence[DumpedImage]) -> None:
-    from PIL import Image
-
-    for image in images:
-        Image.fromarray(image.image).save(folder / image.file, format="PNG")
-        sync_path(folder / image.file)
-
-
-def _finish(temporary: Path, target: Path, lines: list[tuple[int, dict[str, Any]]]) -> None:
-    """Write the lines in the order of the images, and give the folder its own name."""
-    # By number: an image that two processes drew, to have equal work, is one image.
-    by_number = dict(lines)
-    text = "".join(json.dumps(by_number[number], ensure_ascii=False) + "\n" for number in sorted(by_number))
-    write_durably(temporary / LINES, text.encode("utf-8", "backslashreplace"))
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(temporary, target)
-    sync_path(target.parent)

@@ -9,6 +9,7 @@ from flowgrpo_rc.report.checks_gap import GAP
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import closing_table
 from flowgrpo_rc.run_folder import RunFolder
+from flowgrpo_rc.trainer.agreement import flatten
 from flowgrpo_rc.trainer.console import surviving_console
 
 NOTED = (
@@ -54,7 +55,7 @@ class RunLogger:
             try:
                 self._accelerator.init_trackers(
                     project,
-                    config=_flat(config),
+                    config={key: _storable(value) for key, value in flatten(config).items()},
                     init_kwargs={"wandb": {"name": experiment, "dir": str(self._folder.root)}},
                 )
             except Exception as error:  # trackers raise errors of every kind, and none may end the run
@@ -143,13 +144,6 @@ class RunLogger:
             self.say(f"step {step}/{self._total}  {note}")
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as ``{"a.b.c": value}``, with values of types that every tracker stores."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{name}.")
-        else:
-            flat[name] = value if isinstance(value, (int, float, str, bool)) else str(value)
-    return flat
+def _storable(value: Any) -> Any:
+    # Trackers store these types; TensorBoard refuses lists and ``None``.
+    return value if isinstance(value, (int, float, str, bool)) else str(value)
