@@ -59,6 +59,7 @@ def batch_advantages(
     group = gather(group)
     rewards = gather(torch.from_numpy(scored.total))
     if config.reward.normalization is not None:
+        # Each part is normalised before the weighted sum, so that no scale dominates.
         weights = config.reward.weights()
         parts = gather(torch.from_numpy(np.stack([scored.parts[name] for name in weights], axis=1)))
         rewards = normalised_sum(parts, torch.tensor(list(weights.values())), group, keep=keep)
@@ -69,6 +70,7 @@ def batch_advantages(
         global_std=config.algorithm.global_std,
         keep=keep,
     )
+    # Equal counts on all processes, so that the rank gives the place.
     count = len(scored.total)
     own = slice(rank * count, (rank + 1) * count)
     return result.advantages[own].float(), {

@@ -16,6 +16,7 @@ def announcement(
     actor = config.actor_rollout_ref.actor
     prompts = config.data.train_batch_size
     mini = actor.ppo_mini_batch_size
+    # Per process, as the micro-batch is.
     images = mini * rollout.n // processes
     micro = f"{min(actor.ppo_micro_batch_size_per_gpu, images)} images x {window.size} SDE steps"
     if actor.ppo_micro_batch_rows is not None:
@@ -39,6 +40,7 @@ def _guidance_in_words(config: FlowGRPOConfig) -> str:
     """Classifier-free guidance of rollouts and updates: scale, number of forwards, gradient."""
     parts = config.actor_rollout_ref
     scale = parts.rollout.pipeline.true_cfg_scale
+    # At 1 and below the negative prompt has no weight.
     if scale <= 1:
         return "none"
     if parts.actor.detach_unconditional:

@@ -73,6 +73,7 @@ def save_run(
         states: ``random_states`` of every process.
         older: adapters of earlier steps that rollouts to come are drawn with, by step.
     """
+    # One file for all tensors: a checkpoint cannot mix two saves.
     tensors = {name: part.state_dict() for name, part in _stateful_parts(run).items()}
     store.save(
         step,
@@ -108,6 +109,7 @@ def resume_run(
         CheckpointError: see ``checkpoint_to_resume`` and ``load_run``; nothing on the disk was changed.
     """
     source = _on_all_processes(run.accelerator, lambda: checkpoint_to_resume(run.config.trainer, store, alert))
+    # Read whole before anything is moved: a damaged checkpoint must not cost records.
     step = 0 if source is None else load_run(run, store, source)
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
@@ -191,6 +193,7 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
     actor = run.actor
     run.sampler.load_state_dict(state["sampler"])
     try:
+        # The weight average starts from the adapter, so that the adapter comes first.
         actor.load_adapter(source)
         actor.load_optimizer(tensors["optimizer"]["state"], tensors["lr_scheduler"]["last_epoch"])
         actor.load_average(tensors.get("average"))
@@ -212,6 +215,7 @@ def _where_to_go_on(run: "Run", damaged: Path, error: Exception) -> str:
     """The end of the message about a checkpoint that cannot be continued from."""
     store = CheckpointStore(damaged.parent, None)
     step = step_of(damaged)
+    # The newest older one costs the fewest steps.
     for folder in reversed(store.complete()):
         if folder == damaged or (step is not None and (step_of(folder) or 0) > step):
             continue
@@ -235,6 +239,7 @@ def random_states() -> dict[str, Any]:
     They are of types that ``torch.load(weights_only=True)`` takes.
     """
     kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    # numpy's state has an array, which ``weights_only`` refuses.
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
@@ -251,6 +256,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
     kind, keys, position, has_gauss, gauss = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
     torch.set_rng_state(states["torch"])
+    # A run may move to a machine without a GPU.
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 
@@ -272,6 +278,7 @@ def fingerprint(
     sharded transformer gathers weights, so that every process must call.
     """
     lora = config.actor_rollout_ref.model
+    # The settings only: the file also holds the version of diffusers.
     transformer = _settings(model.pipe.transformer)
     frozen = _frozen(model.transformer)
     # Clones, so that the whole tensors that a sharded transformer gathers are freed.
@@ -393,6 +400,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{self._pointer} names no checkpoint ({name!r}); write step_N into it, or remove it to {follows}"
             )
+        # ``latest`` counts, not the largest number: a user may have gone back on purpose.
         if self.root / name in self.complete():
             return self.root / name
         if name and newest is not None:
@@ -451,6 +459,7 @@ class CheckpointStore:
                 torch.save(tensors, temporary / TENSOR_FILE)
                 digests = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
                 (temporary / STATE_FILE).write_text(json.dumps({**state, "digests": digests}, indent=1))
+                # safetensors makes files that only the owner may read.
                 give_umask_mode(temporary)
                 for path in (*temporary.iterdir(), temporary):
                     sync_path(path)
@@ -507,6 +516,7 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         for old in self.complete()[: -self._keep] if self._keep else []:
+            # Renamed first: a kill during the removal must not leave a partial checkpoint.
             doomed = old.with_name(f".{old.name}{_REMOVING}")
             with suppress(OSError):
                 os.replace(old, doomed)

@@ -25,6 +25,7 @@ class SurvivingStream:
         """Write ``text`` as far as the stream takes it."""
         try:
             self._stream.write(text)
+            # At once: a message that is still in a buffer when the process is killed is lost.
             self._stream.flush()
         except (OSError, ValueError) as error:
             self.failure = self.failure or error

@@ -69,6 +69,7 @@ class ImageDump:
         self._accelerator = accelerator
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            # Found now rather than after the first rollout.
             with tempfile.TemporaryFile(dir=self.root):
                 pass
         except OSError as error:
@@ -103,6 +104,7 @@ class ImageDump:
             sync_path(target.parent)
 
         main = self._accelerator.is_main_process
+        # Three stages, since no process may write before the folder is there, or rename it before all have written.
         _on_all_processes(begin if main else None)
         _on_all_processes(write_images)
         # By number: an image that two processes drew, to have equal work, is one image.

@@ -81,6 +81,7 @@ def open_checked(model: ModelConfig, sets: Sequence[PromptSet], accelerator: Any
         PromptStoreError: the store is of another text encoder, or cannot be read.
         ValueError: see ``check_sets``.
     """
+    # The loader reads configurations and tokenizers, which the checks need, and no weights.
     loader = PipelineLoader(model.path, dtype=model.dtype, device=accelerator.device)
     store = open_store(model.prompt_store, loader.model, model.dtype)
     check_sets(loader.model, sets, warn=accelerator.is_main_process)
@@ -114,6 +115,7 @@ def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptS
         PromptStoreError: the store cannot be written.
         ValueError: an embedding is not finite.
     """
+    # In a fixed order, so that every process takes the same shares.
     keys = list(dict.fromkeys(key for one in sets for key in one.keys(model)))
     encoded = 0
     for share in _shares(accelerator):
@@ -125,6 +127,7 @@ def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptS
         _wait(accelerator, store)
         encoded += _encode(model, store, [key for key in own if key not in store])
         _wait(accelerator, store)
+    # The count is for the line at the start; each process encoded its share.
     total = accelerator.reduce(torch.tensor(encoded, device=accelerator.device), reduction="sum")
     return Encoding(len(keys), int(total), store.nbytes(keys))
 
@@ -150,6 +153,7 @@ def _encode(model: DiffusionModel, store: PromptStore, keys: Sequence[PromptKey]
     """Encode these prompts and add them to the store; returns their number."""
     if not keys:
         return 0
+    # Before the text encoders are loaded, which takes longest.
     store.check_writable()
     held: dict[PromptKey, EncodedPrompt] = {}
     size = 0
@@ -206,6 +210,7 @@ def check_grids(
         sources.setdefault(grids, []).append(record.source)
     if len(sources) < 2:
         return
+    # The most frequent grid is taken for the right one, so that the message names the exceptions.
     most = max(sources, key=lambda grids: len(sources[grids]))
     others = {grids: rows for grids, rows in sources.items() if grids != most}
     first = next(iter(others))

@@ -89,9 +89,11 @@ class RunLogger:
             NonFiniteMetricError: a metric is NaN or infinite, by name.
             RunFolderError: ``metrics.jsonl`` cannot be written; trackers did not receive the row either.
         """
+        # Before the row is written: records are never taken back.
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise NonFiniteMetricError(f"step {step}: non-finite metrics: {', '.join(sorted(bad))}")
+        # Metrics are equal on all processes by now; one of them writes.
         if self._main:
             self._folder.append({"step": step, **metrics})
         for tracker in list(self._accelerator.trackers):  # a copy, since one that fails is removed

@@ -38,6 +38,7 @@ def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) 
         on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
         plan = MemoryPlan(run.with_fsdp(fsdp_size=run.actor.fsdp_config.processes_to_a_copy(on_node)))
         memory = plan.memory(plan.run, num_processes)
+    # The planner knows no configuration of this model.
     except PlanError:
         return None
     except Exception as error:  # fake tensors know less than real ones; a plan must not keep a run from starting
@@ -48,6 +49,7 @@ def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) 
     gpus = Gpus(num_processes, device_bytes / GIB)
     largest = plan.largest_micro_batch(plan.run, gpus)
     needs = f"a plan of this run needs {memory.total / GIB:.1f} GiB on each GPU, of {device_bytes / GIB:.1f}"
+    # Only what cannot fit in any case is refused: the plan may err by its reserve.
     if memory.tensors > device_bytes and 0 < largest < plan.run.micro_rows(num_processes):
         raise PlanError(
             f"{ACTOR}.ppo_micro_batch_rows: a micro-batch has {plan.run.micro_rows(num_processes)} rows, which cannot "

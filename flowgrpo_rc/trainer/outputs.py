@@ -42,6 +42,7 @@ class RunOutputs:
         try:
             yield
         except Exception as error:  # drawing libraries raise errors of every kind
+            # An output of every step, such as the timeline, would otherwise be listed once per step.
             if all(what != named for named, _ in self.unwritten):
                 self.unwritten.append((what, error))
             self._alert(f"error: {what} could not be written: {one_line(error)}; the run goes on")
@@ -70,6 +71,7 @@ class RunOutputs:
             states[self._folder.lora_ema] = average
         written: list[Path] = []
         for folder, state in states.items():
+            # At full strength: other programs do not read ``lora_alpha`` from the metadata.
             write = partial(save_lora, run.model, run.actor.transformer, state=state, full_strength=True)
             with self.attempt(f"{folder}/"):
                 for moved in self._folder.replace_folder(folder, write, same_lora):
@@ -82,6 +84,7 @@ class RunOutputs:
         pictures: list[Path] = []
         if history.trained:
             with self.attempt(f"{self._folder.plots}/"):
+                # The last plot is the overview; the others are for a closer look.
                 pictures += write_plots(history, self._folder.plots)[-1:]
         grids = list(self._folder.grids().values())
         if len(grids) > 1:
@@ -91,6 +94,7 @@ class RunOutputs:
                 pictures.append(both)
         if pictures:
             with self.attempt(str(self._folder.summary)):
+                # The summary has the plots above the images.
                 stack_pictures(self._folder.summary, pictures)
                 pictures.insert(0, self._folder.summary)
         return pictures

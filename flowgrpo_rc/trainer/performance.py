@@ -23,6 +23,7 @@ def speed(
             ``None`` if unknown.
     """
     found = {stage: times[f"timing_s/{stage}"] for stage in TRAINING_STAGES if f"timing_s/{stage}" in times}
+    # A row of a validation alone has no images of training.
     if "update" not in found:
         return {}
     seconds = sum(found.values())

@@ -54,6 +54,7 @@ class StepProfiler:
             self._write(f"step_{step:05d}.rank_{self._rank}", profile)
 
     def _write(self, name: str, profile: Any) -> None:
+        # Only a run that profiles has the folder.
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._folder / f"{name}{TRACE}", lambda path: profile.export_chrome_trace(str(path)))
         table = profile.key_averages().table(sort_by=f"self_{self._device}_time_total", row_limit=OPERATORS)

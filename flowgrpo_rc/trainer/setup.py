@@ -54,6 +54,7 @@ class Run:
         self.config = config
         lora = config.actor_rollout_ref.model
         _check_trackers(config.trainer.logger)
+        # An engine that is not installed is refused before anything is loaded.
         check_engine(config.actor_rollout_ref.rollout.name)
         pipeline_class = check_pipeline(lora.path)
         _check_guidance(config, pipeline_class)
@@ -85,11 +86,13 @@ class Run:
         config = self.config
         trainer = config.trainer
         lora = config.actor_rollout_ref.model
+        # Observers may use the reward model's server, which the reward has started.
         self.observers = build_observers(config.reward, self.reward.server)
         for one in self.prompt_sets:
             _check_prompts(self.reward, one)
         if self.observers is not None and self.val_prompts:
             _check_prompts(self.observers, self.prompt_sets[-1])
+        # Accelerate knows no tracker ``console``, and takes ``None`` for no trackers.
         trackers = [name for name in trainer.logger if LOGGERS[name] is not None] or None
         self.accelerator = make_accelerator(config, log_with=trackers, project_dir=project_dir)
         require_agreement(settings_of(config, self.train_prompts, self.val_prompts))
@@ -100,6 +103,7 @@ class Run:
         """Time of a step on a GPU of this kind at its peak; ``None`` if unknown."""
         if self.accelerator.device.type == "cuda" and self.accelerator.is_main_process:
             device = torch.cuda.get_device_properties(self.accelerator.device)
+            # On the main process only: the plan is the same for all, and so would be the warnings.
             plan = check_memory(config, self.accelerator.num_processes, device.total_memory)
             if plan is not None:
                 self.seconds_at_peak = seconds_at_peak(step_flops(plan), plan.run, device.name)
@@ -144,17 +148,20 @@ class Run:
         together.
         """
         parts = self.config.actor_rollout_ref
+        # Equal seeds on every process: the adapters must start equal.
         torch.manual_seed(self.config.trainer.seed)
         loader, self.store = open_checked(parts.model, self.prompt_sets, self.accelerator)
         self.encoding = fill_store(loader.model, self.store, self.prompt_sets, self.accelerator)
         """Counts of the prompts."""
         fsdp = parts.actor.fsdp_config
+        # By the loader, before the engine and the actor are built around the transformer.
         shard = partial(shard_base, config=fsdp, device=self.accelerator.device) if fsdp.shard else None
         self.model = loader.load(shard)
         self.model.batch_guidance = parts.model.batch_guidance
         self.encoder = PromptEncoder(self.model, parts.rollout.pipeline.max_sequence_length, self.store)
         self.engine = build_engine(parts.rollout, self.model, parts.model, self.accelerator.device, self._share)
         follows = parts.model.timestep_dtype == AS_ROLLOUT
+        # Again: loaders and engines draw different amounts, and the adapter must not depend on them.
         torch.manual_seed(self.config.trainer.seed)
         self.actor = DiffusionActor(
             self.model,
@@ -192,6 +199,7 @@ def make_accelerator(config: FlowGRPOConfig, **more: Any) -> Any:
 def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
     """Refuse guidance that pipelines of the class ``name`` do not take, from the model's folder alone."""
     rollout = config.actor_rollout_ref.rollout
+    # The index of the model is enough for this check.
     folder = resolve_asset(config.actor_rollout_ref.model.path)
     for pipeline, section in ((rollout.pipeline, "pipeline"), (rollout.validation_pipeline, "val_kwargs.pipeline")):
         check_guidance(name, folder, pipeline.guidance_scale, pipeline.true_cfg_scale, section)
@@ -263,6 +271,7 @@ def _check_trackers(names: list[str]) -> None:
             f"trainer.logger: {', '.join(missing)} is not installed; pip install 'flowgrpo_rc[trackers]' or "
             "leave it out"
         )
+    # Without a key, wandb would ask at the terminal, which a job on a cluster does not have.
     if "wandb" in names and os.environ.get("WANDB_MODE", "online") == "online":
         import wandb
 
@@ -275,6 +284,7 @@ def _check_compiler(device: str) -> None:
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if device == "cpu" and shutil.which(compiler) is None:
         remedy = f"the C++ compiler {compiler} is not on the PATH; install it, name another in the variable CXX"
+    # On a GPU torch.compile generates Triton kernels.
     elif device == "cuda" and importlib.util.find_spec("triton") is None:
         remedy = "triton is not installed; pip install triton"
     else:

@@ -65,6 +65,7 @@ class Timeline:
         """
         stages = [[span.stage, *self._rounded(span.begin, span.end)] for span in spans]
         line = {"started": round(self._started, DIGITS), "stages": stages}
+        # An engine in the trainer's process works inside the stage "rollout", which is in the line already.
         if self._pool is None:
             return line | {"engines": {}}, {}
         accounts = gather_object([self._account(self._pool, spans)])
@@ -74,6 +75,7 @@ class Timeline:
     def _account(self, pool: RolloutPool, spans: Sequence[Span]) -> ProcessAccount:
         engines = [self._own(engine) for engine in pool.take_account()]
         starts = [work.engine for engine in engines for work in engine.done if work.what == "start"]
+        # The first start of an engine is no restart.
         first = set(starts) - self._known
         self._known |= first
         since = self._since
@@ -105,11 +107,13 @@ def metrics_of(accounts: Sequence[ProcessAccount]) -> dict[str, float]:
     for account in accounts:
         for engine in account.engines:
             if not engine.given_up:
+                # Unfinished work counts up to now; the rest is counted in the next step.
                 work = [*engine.done, *([engine.doing] if engine.doing else [])]
                 drawn.append(_seconds([one for one in work if one.what == "draw"], account))
                 busy.append(_share(_seconds(work, account), account))
     left = len(drawn)
     return {
+        # ``max(left, 1)``: with no engine left the run ends, but this row is still written.
         "timing_s/engine_draw": sum(drawn) / max(left, 1),
         "timing_s/engine_draw_max": max(drawn, default=0.0),
         "perf/engines_busy": sum(busy) / max(left, 1),

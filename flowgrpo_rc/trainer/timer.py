@@ -57,6 +57,7 @@ class StageTimer:
         """
         stages = self._stages
         self._stages = []
+        # The events of one stream complete in order, so that the last one is enough.
         if self._uses_events and stages:
             stages[-1][2].synchronize()
         times: dict[str, float] = {}

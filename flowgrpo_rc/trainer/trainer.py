@@ -75,6 +75,7 @@ class FlowGRPOTrainer:
                 trainer.default_local_dir, fresh=trainer.resume_mode == "disable", lock=launch.rank() == 0
             )
             refused.callback(self.folder.abandon)
+            # The lock comes before the load, which may take minutes.
             self.run = Run(config, str(self.folder.root))
             refused.callback(self.run.engine.close)
             refused.callback(self.run.end_rewards)
@@ -97,12 +98,14 @@ class FlowGRPOTrainer:
         rank = self.accelerator.process_index
         device = self.accelerator.device.type
         self.profiler = StepProfiler(trainer.profile_steps, self.folder.profile, rank, device, self.outputs.attempt)
+        # Before the resume, which restores the guard's state.
         run.guard.say = self.logger.alert
         if self.folder.lock is not None and self.folder.lock.problem is not None:
             self.logger.alert(
                 f"{self.folder.root}: not locked ({self.folder.lock.problem}); start no second run in this folder"
             )
         self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
+        # After everything that can be refused: from here on the run folder changes.
         source, self.step = resume_run(run, self.checkpoints, self.folder, self.logger.alert)
         if source is not None:
             self._saved_step = self.step
@@ -114,6 +117,7 @@ class FlowGRPOTrainer:
         self.adapter = AdapterSync(run.engine, run.actor, rollout.staleness, rollout.ahead)
         self.adapter.restore(run.older_adapters)
         run.older_adapters = {}  # the sync drops each adapter when it is too old
+        # The engine starts with the base model; even an untrained adapter has to arrive once.
         self.adapter.push(self.step)
         self.scoring = BatchScoring(
             run.reward,
@@ -143,6 +147,7 @@ class FlowGRPOTrainer:
         with request.scoring as scoring:
             with self.timer("rollout"):
                 batch, images = self._rollout(request)
+            # Before the rewards, which may still be computed in a thread while the probe uses the GPU.
             with self.timer("probe"), self._naming(batch, prompts):
                 sync_metrics = self.rescoring(batch, cond, self.step)
             with self.timer("reward"):
@@ -156,6 +161,7 @@ class FlowGRPOTrainer:
             old = self._score(batch, cond)
         with self.timer("correct"):
             old, gap = self._correct(batch, old)
+        # After the correction: a rejection-aware baseline leaves rejected images out of their group.
         with self.timer("advantage"):
             batch[Key.ADVANTAGES], advantage_metrics = self._advantages(scored, batch, old)
         with self.timer("update"), self._naming(batch, prompts):
@@ -163,8 +169,10 @@ class FlowGRPOTrainer:
         self.step += 1
         with self.timer("sync"):
             metrics |= self.adapter.metrics()
+            # The engine proves that it holds this adapter before it draws the next batch.
             self.adapter.push(self.step)
         metrics |= {**advantage_metrics, **update.metrics, **sync_metrics}
+        # The guard judges the metrics of this step and sets the mode of the next one.
         outcome = self.run.guard(metrics, self.step)
         self.mode = outcome.mode
         return metrics | outcome.metrics | self._peak_memory()
@@ -173,6 +181,7 @@ class FlowGRPOTrainer:
         """The recorded steps and the images of the batch; its scoring receives images as they are finished."""
         trajectories, held = self.rollouts.draw()
         self._check(request.request, trajectories, held)
+        # Validation draws without a batch; a rollout records its steps.
         assert trajectories.batch is not None
         trajectories.batch[Key.GROUP] = request.group
         return trajectories.batch, trajectories.images.numpy()
@@ -197,6 +206,7 @@ class FlowGRPOTrainer:
         if self.correction.bypass_mode:
             if self.run.clip_bands is not None:
                 batch[Key.CLIP_WIDTHS] = self.run.clip_bands.widths(batch[Key.TIMESTEPS])
+            # No pass of the actor: the engine's own log-probs are the old policy's.
             return OldPolicy.of_rollout(batch)
         start = len(batch) // self.config.mini_batches if self.config.first_mini_batch_is_free else 0
         return self.run.actor.score(batch[start:], cond) if start < len(batch) else None
@@ -234,6 +244,7 @@ class FlowGRPOTrainer:
             yield
         except NonFiniteUpdateError as error:
             own = [prompts[int(batch[Key.PROMPT_INDEX][i])].prompt for i in error.samples[:8]]
+            # Every process raises this error, so that all of them can take part in the gather.
             texts = dict.fromkeys(gather_object(own))
             named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"
             raise NonFiniteUpdateError(named, error.samples) from error
@@ -288,6 +299,7 @@ class FlowGRPOTrainer:
         finally:
             self.rollouts.abandon()
         if self.interrupted:
+            # A run that was stopped right after a save has nothing new to save.
             if self.step != self._saved_step:
                 self.save(last=True)
             self.logger.alert(
@@ -354,6 +366,7 @@ class FlowGRPOTrainer:
             CheckpointError: it cannot be written; with ``last`` ``fit`` reports it at the end.
         """
         self._saved_step = self.step
+        # Rewards may draw from the global generators of every process.
         states = gather_object([random_states()])
         if self._main:
             try:
@@ -391,6 +404,7 @@ class FlowGRPOTrainer:
             history = History(self.folder.rows(), self.config.to_dict(), timeline=self.folder.timeline_lines())
             files = [*self.outputs.pictures(history), self.folder.metrics, *adapters]
             self.logger.summary(history, [str(path) for path in files])
+        # Before the barrier, which may take long: engines hold memory that nobody needs any more.
         self.run.engine.close()
         self.accelerator.wait_for_everyone()
         self.outputs.raise_unwritten(self.step, [self.folder.metrics, *adapters, self.checkpoints.newest_complete()])
@@ -461,6 +475,7 @@ class FlowGRPOTrainer:
 
     def _gather(self, values: Tensor) -> Tensor:
         """``values`` of all processes in rank order, on the host."""
+        # Accelerate would move the values to the device and back.
         if self.accelerator.num_processes == 1:
             return values.cpu()
         return self.accelerator.gather(values.to(self.accelerator.device)).cpu()

@@ -74,11 +74,14 @@ def validate(
     accelerator = run.accelerator
     count = len(run.val_prompts) * run.config.actor_rollout_ref.rollout.val_kwargs.n
     own = list(range(accelerator.process_index, count, accelerator.num_processes))
+    # Equal work on every process: a sharded transformer gathers its weights in every forward.
     most = -(-count // accelerator.num_processes)
     drawn = own + [0] * (most - len(own))
     scored = gather_object(_score(run, conditioning, generate, drawn, len(own), keep))
+    # In the order of the images, whatever the number of processes.
     scored.sort(key=itemgetter(0))
     rewards = [one for _, one, _ in scored]
+    # A mean over some of the images only would be another metric under the same name.
     names = names_of_all(rewards)
     metrics = {f"val/reward/{name}": float(np.mean([one[name] for one in rewards])) for name in names}
     return metrics, [sample for _, _, sample in scored if sample is not None]
@@ -94,6 +97,7 @@ def _score(
     Returns, for each image kept, its number, its rewards by name (``mean`` is the total; observers are included) and
     its cell of the sample grid, if it has one.
     """
+    # The repeated images are sampled for equal work and dropped here.
     images = _sample(run, conditioning, generate, drawn)[:kept]
     if not kept:
         return []
@@ -131,6 +135,7 @@ def _sample(run: Run, conditioning: Encode, generate: Generate, drawn: list[int]
     """The images of these numbers, ``(n, H, W, 3)`` uint8."""
     rollout = run.config.actor_rollout_ref.rollout
     records = _records(run, drawn)
+    # Several images of one prompt share a row of the conditioning.
     distinct = {_key(record): record for record in records}
     row = {key: i for i, key in enumerate(distinct)}
     pipeline = rollout.validation_pipeline
@@ -140,6 +145,7 @@ def _sample(run: Run, conditioning: Encode, generate: Generate, drawn: list[int]
             prompt_index=torch.tensor([row[_key(record)] for record in records]),
             num_inference_steps=pipeline.num_inference_steps,
             seeds=[_seed(run, number) for number in drawn],
+            # No SDE steps: validation is deterministic, so that its curve shows the adapter alone.
             window_starts=None,
         )
     )
@@ -170,6 +176,7 @@ def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 
 
     font = ImageFont.load_default(11)
     across = CELL + (REFERENCE + 2 if any(sample.reference for sample in samples) else 0)
+    # As wide as a grid without references.
     columns = max(1, columns * (CELL + GAP) // (across + GAP))
     rows = -(-len(samples) // columns)
     width = GAP + columns * (across + GAP)
@@ -181,6 +188,7 @@ def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 
         x = GAP + (i % columns) * (across + GAP)
         y = GAP + TITLE + (i // columns) * (CELL + CAPTION + GAP)
         if sample.reference is not None:
+            # The file is read again, so that a run does not hold all its references in memory.
             canvas.paste(_square(sample.reference.open(), REFERENCE), (x, y))
         right = x + across - CELL
         canvas.paste(_square(Image.fromarray(sample.image), CELL), (right, y))
