@@ -24,7 +24,7 @@ def closeness(images, prompts):
 def f(images, prompts, metadata):
     return {returned}
 """
-"""1 for the prompt's own picture, told by its mean colour; less for others."""
+"""1 for the prompt's own picture, known by its mean colour; less for others."""
 
 
 RIGHT = Expectation(order=PROMPT, low=0.0, high=1.0)
@@ -32,8 +32,10 @@ RIGHT = Expectation(order=PROMPT, low=0.0, high=1.0)
 
 @pytest.fixture
 def check(tmp_path, capsys, monkeypatch):
-    """``check(returned)``: exit code and verdicts, by finding, of the function ``f`` that returns this, of which
-    something is expected as of a built-in reward."""
+    """``check(returned)``: exit code and verdicts, by finding, of a function ``f`` that returns this.
+
+    The function is judged as if a built-in reward had the expectation ``expected``.
+    """
 
     def run(returned, *overrides, expected=RIGHT):
         monkeypatch.setattr("flowgrpo_rc.rewards.check.expectations.expectation", lambda name, config: expected)
@@ -128,7 +130,7 @@ def judge_of(questions, answer):
 
 
 def test_a_judge_that_reads_texts_is_shown_texts(capsys):
-    """A judge that transcribes what stands in an image, and one that is asked whether the text is there."""
+    """A judge that transcribes what stands in an image, and one with a question about the text."""
     assert judge_of("questions=[ocr]", lambda words, picture: picture.metadata["ground_truth"]) == 0
     found = verdicts(capsys.readouterr().out)
     assert [found[name] for name in ("order", "twice as large")] == ["as expected"] * 2
@@ -215,7 +217,7 @@ def test_the_pictures_are_what_their_prompts_say():
     texts = [picture.metadata["ground_truth"] for picture in numbers()]
     assert len(set("".join(texts))) == 8
     red, blue = (picture.image.astype(int) for picture in colours())
-    # Where the two differ, one is red and the other blue.
+    # The two differ in the umbrella alone: one is red, the other blue.
     changed = np.abs(red - blue).max(-1) > 100
     assert 0.1 < changed.mean() < 0.5
     assert (red[changed, 0] > red[changed, 2]).all()
@@ -224,7 +226,7 @@ def test_the_pictures_are_what_their_prompts_say():
         assert picture.image.shape == (256, 256, 3)
         assert picture.image.dtype == np.uint8
     images = np.stack([picture.image for picture in scenes()])
-    # What is clipped at 0 and 255 makes the noise a little weaker.
+    # Clipping at 0 and 255 makes the noise a little weaker.
     assert 40 < (damaged(images).astype(float) - images).std() < 60
 
 

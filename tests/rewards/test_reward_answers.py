@@ -1,4 +1,4 @@
-"""What reward functions return: everything sensible is read, everything else is one clear error."""
+"""Answers of reward functions: everything sensible is read, everything else is one clear error."""
 
 from __future__ import annotations
 

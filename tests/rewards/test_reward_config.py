@@ -110,12 +110,6 @@ def test_what_a_resolved_configuration_prints_can_be_built_on(tmp_path: Path, mi
     assert composed.weights() == {"compute_score": 1.0}
 
 
-def test_in_words_names_weights_and_file(mine: str) -> None:
-    words = compose(mine, "reward.functions.ocr=0.5", "reward.custom_reward_function.weight=-2").in_words()
-    assert words == f"0.5 x ocr + -2 x compute_score ({mine.partition('=')[2]})"
-    assert compose().in_words() == "1 x ocr"
-
-
 @pytest.mark.parametrize(
     ("override", "told"),
     [

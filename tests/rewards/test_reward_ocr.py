@@ -125,7 +125,7 @@ def test_engine_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     assert logging.getLogger("RapidOCR").level == logging.ERROR
 
 
-@pytest.mark.parametrize("module", ["rapidocr", "onnxruntime", "rapidfuzz"])
+@pytest.mark.parametrize("module", ["rapidocr", "rapidfuzz"])
 def test_missing_package_names_the_extra(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"'ocr' cannot be loaded .*{module}.*flowgrpo_rc\[ocr\]") as caught:

@@ -38,7 +38,7 @@ def demo(folder: Path, reward: Path, *overrides: str) -> int:
 
 
 def error_lines(capsys: pytest.CaptureFixture) -> list[str]:
-    """What the command says has failed; other libraries' notes aside."""
+    """Lines that report an error; other libraries' notes aside."""
     error = capsys.readouterr().err
     assert "Traceback" not in error
     return [line for line in error.splitlines() if line.startswith("error: ")]
@@ -88,7 +88,7 @@ def test_a_reward_that_never_returns_ends_the_command_with_1(tmp_path: Path, cap
 
 
 def test_the_log_has_the_known_statistics_and_one_key_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """And the run says at its start which rewards count."""
+    """The first lines show the sum in force."""
     path = write(tmp_path, function("return images.reshape(len(images), -1).mean(1) / 255"))
     assert demo(tmp_path, path, "reward.functions.jpeg_compressibility=0.5") == 0
     logged = {key.removeprefix("reward/") for key in rows(tmp_path)[-1] if key.startswith("reward/")}

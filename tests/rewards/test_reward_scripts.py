@@ -53,7 +53,7 @@ def test_pickscore_on_qwen_image(tmp_path):
         "reward.pickscore.model_path=asset:tiny_clip",
     )
     assert rows[1]["reward/mean"] == pytest.approx(rows[1]["reward/pickscore"])
-    # One network stands for both, so that their ratio is that of the formulas: its scale over 26.
+    # One network serves both, so the ratio of the scores is the ratio of the formulas: its scale over 26.
     before = rows[0]["val/reward/pickscore"] / rows[0]["val/reward/clip_cosine"]
     assert before == pytest.approx(rows[1]["val/reward/pickscore"] / rows[1]["val/reward/clip_cosine"], rel=1e-4)
 

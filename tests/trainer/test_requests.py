@@ -1,4 +1,4 @@
-"""What is drawn for whom: places of the SDE window, seeds of rollouts, validation's own pipeline, early refusals."""
+"""Requests of rollouts: places of the SDE window, seeds, validation's own pipeline, early refusals."""
 
 import pytest
 import torch
