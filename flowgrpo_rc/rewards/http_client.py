@@ -275,13 +275,14 @@ def _refusal(response: httpx.Response, body: bytes) -> str:
     """The reason for a response that is not used."""
     if len(body) > LARGEST_ANSWER:
         return f"answers with more than {LARGEST_ANSWER} bytes, which is cut off"
-    words = printable(body[: 2**16].decode(errors="replace"))
+    answer = f"answers {response.status_code}"
     # A redirect could send images and key to another server.
     if response.has_redirect_location:
-        words = "a redirect, which is not followed; give the address of the server itself"
+        return f"{answer}, a redirect to another address, which is not followed; give the address of the server itself"
+    words = printable(body[: 2**16].decode(errors="replace"))
     if len(words) > WORDS:
         words = f"{words[:WORDS]}..."
-    return f"answers {response.status_code}: {words}" if words else f"answers {response.status_code}"
+    return f"{answer}: {words}" if words else answer
 
 
 def _pause(state: tenacity.RetryCallState) -> float:

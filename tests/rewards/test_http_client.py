@@ -117,7 +117,9 @@ def test_a_redirect_is_refused():
     headers = {"location": "http://u:pw@elsewhere.example/x?token=abc"}
     with (
         StubServer(lambda call: Reply(status=307, headers=headers)) as server,
-        pytest.raises(ServerError, match=r"answers 307: a redirect, which is not followed; give the address") as caught,
+        pytest.raises(
+            ServerError, match=r"answers 307, a redirect to another address, which is not followed; give"
+        ) as caught,
     ):
         ask(server.url)
     assert len(server.calls) == 1

@@ -90,7 +90,7 @@ def test_health_names_function_and_version(tmp_path):
     with serving(write(tmp_path, BRIGHTNESS)) as server:
         post(server, request_body())
         status, body = exchange(server, "GET", "/health")
-        assert exchange(server, "GET", "/secrets")[0] == 405
+        assert exchange(server, "GET", "/secrets")[0] == 404
         assert exchange(server, "DELETE", "/health")[0] == 405
     expected = {"status": "ok", "function": "f", "version": __version__, "requests": 1, "images": 3, "waiting": 0}
     assert (status, json.loads(body)) == (200, expected)

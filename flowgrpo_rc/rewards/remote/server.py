@@ -155,6 +155,9 @@ class RewardServer:
         async def health(request: HTTPRequest) -> Response:
             return JSONResponse(self.health())
 
+        async def other(request: HTTPRequest) -> Response:
+            return JSONResponse({"error": "GET /health, or POST images"}, 404)
+
         async def score(request: HTTPRequest) -> Response:
             start = time.monotonic()
             try:
@@ -171,7 +174,8 @@ class RewardServer:
             headers = {"Retry-After": "5"} if status == 503 else None
             return Response(body, status, headers, self.protocol.content_type)
 
-        app = Starlette(routes=[Route("/health", health), Route("/{path:path}", score, methods=["POST"])])
+        posted = Route("/{path:path}", score, methods=["POST"])
+        app = Starlette(routes=[Route("/health", health), posted, Route("/{path:path}", other)])
         return uvicorn.Server(
             uvicorn.Config(
                 app,
