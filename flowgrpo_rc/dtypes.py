@@ -18,7 +18,7 @@ class Dtype:
     """``module:name`` of the torch dtype."""
 
     fit_for_training: bool = True
-    """AdamW's small steps survive the rounding, so that trained weights may have this precision."""
+    """AdamW's eps and squared gradients are within its range, so that trained weights may have this precision."""
 
 
 DTYPES: dict[str, Dtype] = {

@@ -33,6 +33,7 @@ def field_texts(cls: type) -> dict[str, str]:
     kinds = get_type_hints(cls)
     sections = {field.name: kinds[field.name] for field in fields(cls) if is_dataclass(kinds[field.name])}
     texts = {name: (inspect.getdoc(kind) or "").partition("\n\n")[0] for name, kind in sections.items()}
+    # A subclass may describe an inherited field anew, so its text comes last.
     for base in reversed(cls.__mro__):
         if is_dataclass(base):
             texts |= _literals_below_fields(base)
@@ -40,6 +41,7 @@ def field_texts(cls: type) -> dict[str, str]:
 
 
 def _literals_below_fields(cls: type) -> dict[str, str]:
+    # A frozen program and an interactive session have no source file.
     try:
         source = textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):

@@ -251,6 +251,7 @@ class DiffusionActorConfig(Section):
                 "diffusion_loss.clip_ratio: got auto, which follows the gap that bypass mode's PPO clips around; give "
                 "a number, or set rollout_correction.bypass_mode=true with loss_type=ppo_clip"
             )
+        # Decoupled mode normalises over the batch before it is cut.
         if rc.bypass_mode and rc.rollout_is_batch_normalize:
             yield (
                 "rollout_correction.rollout_is_batch_normalize: got true with bypass_mode=true; there every "

@@ -93,6 +93,7 @@ def debugging() -> bool:
 @contextmanager
 def warnings_in_a_line() -> Iterator[None]:
     """Print warnings without the place in the program that gave them, unless debugging."""
+    # Python's format shows a line of this package's source, which explains nothing to users.
     before = warnings.formatwarning
 
     def formatted(message: Warning | str, *place: Any, **line: Any) -> str:

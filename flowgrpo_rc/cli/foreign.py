@@ -198,6 +198,7 @@ def _in_the_pipeline(value: Any, tree: Tree) -> bool:
 
 def _pipeline_tokenizers(value: Any, tree: Tree) -> bool:
     """Null, or the pipeline's own tokenizers: CLIP at its 77 tokens, T5 at the length of ``max_sequence_length``."""
+    # Other lengths would cut prompts in another way than the pipeline does.
     length = tree.get(f"{_ROLLOUT}.pipeline.max_sequence_length", 512)
     parts = value.values() if isinstance(value, Mapping) else [value]
     return value is None or all(
@@ -433,6 +434,7 @@ class Translation:
             return None
         self.leaves[_ALGORITHM] = DEFAULT
         made_of = []
+        # A script may name the algorithm and its parts; equal values are no conflict.
         for key, value in algorithms()[name].items():
             present = self.leaves.get(key, value)
             # verl-omni lets a strategy of its own stand beside any algorithm.
@@ -477,6 +479,7 @@ class Translation:
         setting = override(key, entry)
         arguments = entry.keys() - {"path", "name", *VERL_OMNIS}
         if builtin not in REWARD_NAMES:
+            # To train on another reward in silence would be worse than to stop.
             return self.refusals.cannot(setting, _NO_SCORER)
         if arguments:
             return self.refusals.cannot(setting, f"the built-in reward {builtin} takes none of {', '.join(arguments)}")
@@ -570,6 +573,7 @@ class Translation:
         """verl's ``constant`` schedule warms up on request; here that is ``constant_with_warmup``."""
         optim = f"{_ACTOR}.optim"
         kind = f"{optim}.lr_scheduler_type"
+        # verl's default schedule is constant, so that its scripts give the warm-up alone.
         steps = [self.leaves.get(f"{optim}.{name}", 0) for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")]
         warms_up = any(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in steps)
         if warms_up and self.leaves.get(kind, schema()[kind]) == "constant":

@@ -83,6 +83,7 @@ def _seconds(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: it is something else.
     """
+    # argparse reports this error with the option's name.
     try:
         value = float(text)
     except ValueError:

@@ -91,6 +91,7 @@ def _image_counts(arguments: argparse.Namespace) -> tuple[int, int]:
     """Numbers of images at every place of the window: to start with, and to end with at most."""
     from flowgrpo_rc.gap.intervals import MOST_IMAGES
 
+    # Checked before the model loads.
     images = _number("--images", arguments.images)
     most = min(MAX_FACTOR * images, MOST_IMAGES)
     if arguments.max_images is not None:

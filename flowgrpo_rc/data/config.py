@@ -56,8 +56,10 @@ def file_list(field_name: str, files: str | Sequence[str] | None) -> list[str]:
     Raises:
         ValueError: ``files`` is neither a string nor a sequence of strings, or one holds a NUL character.
     """
+    # YAML has no natural spelling of no file, so that both count.
     if files is None or files == "":
         return []
+    # A path object is no sequence, and text is one of characters.
     several = [files] if isinstance(files, str | os.PathLike) else files
     paths: list[Any] = [plain(file) for file in several] if isinstance(several, Sequence) else [None]
     if not all(isinstance(path, str) and path for path in paths):

@@ -27,6 +27,7 @@ CHECKPOINTING_FROM = 1_000_000_000
 """Parameters above which ``enable_gradient_checkpointing=null`` is on: activations of such a transformer are many times
 the LoRA's own memory."""
 
+# In float16 AdamW's eps of 1e-8 is 0, and its squared gradients underflow.
 TRAINED_DTYPES = [name for name, dtype in DTYPES.items() if dtype.fit_for_training]
 Rank = Annotated[
     int, Check(lambda rank: rank != 0, NO_FULL_TRAINING), Check(lambda rank: rank > 0, "give a number above 0")
@@ -124,6 +125,7 @@ class ModelConfig(Section):
 
     def checkpoints_gradients(self, parameters: int) -> bool:
         """A transformer of so many parameters recomputes its activations."""
+        # A small model has room for its activations, and recomputing costs a third of an update.
         if self.enable_gradient_checkpointing is None:
             return parameters > CHECKPOINTING_FROM
         return self.enable_gradient_checkpointing

@@ -214,6 +214,7 @@ class RewardConfig(Section):
         """Rewards that are not known, have one name, or do not count."""
         # Names before weights: an unknown reward is reported as such, whatever its weight.
         known = [*REWARD_NAMES, *self.remote]
+        # Every reward has a metric of its name, so that no two may share one.
         for name in self.remote:
             yield from complaints(check_name, f"remote.{name}", name)
             yield from complaints(refuse_taken, f"remote.{name}", name, [*REWARD_NAMES, self._custom_name])
@@ -267,6 +268,7 @@ class RewardConfig(Section):
         for name, entry in self.val_functions.items():
             where = f"val_functions.{name}"
             yield from complaints(check_name, where, name)
+            # Its validation scores are logged under the same name.
             if name in self.weights():
                 yield (
                     f"{where}: {name!r} is a reward of the training, whose validation is val/reward/{name} already; "

@@ -275,23 +275,27 @@ class RolloutConfig(Section):
     def problems(self) -> Iterator[str]:
         """Combinations of fields that cannot work."""
         engine = ENGINES[self.name]
+        # Another engine would ignore the setting, and its images would be compared under a wrong name.
         if self.quantization is not None and not engine.quantizes:
             able = ", ".join(name for name, entry in ENGINES.items() if entry.quantizes)
             yield (
                 f"quantization: got {self.quantization}; only the {able} engine rounds its weights, so leave it null "
                 f"or set {_HERE}.name={able}"
             )
+        # The rows of the engines list their own names of backends, which differ.
         backends = (*engine.attention_backends, "null")
         if self.rollout_attn_backend is not None and self.rollout_attn_backend not in backends[:-1]:
             yield f"rollout_attn_backend: got {self.rollout_attn_backend!r}; choose one of {', '.join(backends)}"
         # The section alone takes 0, as validation has it; a run needs steps with a density.
         if self.algo.noise_level == 0:
             yield "algo.noise_level: got 0; a deterministic rollout has no log-prob to train on, give e.g. 0.7"
+        # Scripts of verl-omni set this key, so that it exists; nothing here works without the log-probs.
         if not self.calculate_log_probs:
             yield (
                 "calculate_log_probs: got False; the rollout/training gap is measured from these log-probs, so leave "
                 "it true"
             )
+        # Not their sum: ahead alone already makes adapters as many batches old.
         for name in ("ahead", "adapter_lag"):
             batches = getattr(self, name)
             if self.max_staleness is not None and batches > self.max_staleness:
@@ -329,6 +333,7 @@ class RolloutConfig(Section):
                 f"ray.num_gpus: got {self.ray.num_gpus:g}; the {self.name} engine computes on one device, so give it "
                 f"1, or set {_HERE}.name=vllm_omni"
             )
+        # Without Ray the devices are named, which gives their number.
         if self.engines != 1 and self.placement != "ray":
             yield (
                 f"engines: got {self.engines} with placement={self.placement}; only Ray finds places for engines, so "
@@ -378,5 +383,6 @@ class RolloutConfig(Section):
     @property
     def validation_pipeline(self) -> PipelineConfig:
         """The pipeline's settings in validation: its own where they are given, else those of training."""
+        # Null takes the training value, so that a change of training reaches validation.
         own = {f.name: getattr(self.val_kwargs.pipeline, f.name) for f in fields(self.val_kwargs.pipeline)}
         return replace(self.pipeline, **{name: value for name, value in own.items() if value is not None})

@@ -111,6 +111,7 @@ def device_groups(devices: list[str]) -> list[tuple[str, ...]]:
     field = f"{_HERE}.devices"
     if not devices:
         raise ValueError(f"{field}: got []; name a device for each engine, e.g. [cuda:2,cuda:3], or set it to null")
+    # Two engines on one device would each plan with all of its memory; on the CPU they only share time.
     groups = [tuple(entry.split(JOINED)) for entry in devices]
     named = [device for group in groups for device in group]
     for device in named:

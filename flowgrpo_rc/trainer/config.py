@@ -203,6 +203,7 @@ class FlowGRPOConfig(Section):
                 f"actor_rollout_ref.actor.ppo_mini_batch_size: got {mini}; it counts prompts and must divide "
                 f"data.train_batch_size={prompts}"
             )
+        # In bypass mode the loss rejects, after the advantages are known.
         if self.algorithm.rejection_aware_baseline and self.rollout_correction.bypass_mode:
             yield (
                 "algorithm.rejection_aware_baseline: got true with rollout_correction.bypass_mode=true; there the loss "
@@ -263,6 +264,7 @@ class FlowGRPOConfig(Section):
                 "rollout.gather_weights: got true, but no weights are given up between forwards; set it to false, or "
                 f"{FSDP_FIELD}.shard=true with reshard_after_forward=true"
             )
+        # Gathering hooks break the compiled graph at every block.
         if fsdp.shard and parts.model.torch_compile:
             yield (
                 "model.torch_compile: got true with a sharded transformer, whose blocks call out to gather their "
@@ -270,6 +272,7 @@ class FlowGRPOConfig(Section):
             )
         if not fsdp.shard or rollout.is_elsewhere or not ENGINES[rollout.name].takes_actors_transformer:
             return
+        # Sharded weights exist once, so engine and actor cannot hold them in two forms.
         actors = {
             "quantization": None,
             "dtype": parts.model.dtype,
@@ -306,6 +309,7 @@ class FlowGRPOConfig(Section):
 
         Batch normalisation of the weights and a baseline that knows of rejection need every row's before.
         """
+        # Their mean and baseline are over the whole batch, before the first update.
         needs_all = self.rollout_correction.rollout_is_batch_normalize or self.algorithm.rejection_aware_baseline
         return self.actor_rollout_ref.actor.score == "auto" and not needs_all
 
@@ -317,6 +321,7 @@ class FlowGRPOConfig(Section):
     def check_processes(self, num_processes: int) -> None:
         """Raise ``ValueError`` unless every process gets whole prompt groups of every mini-batch."""
         mini = self.actor_rollout_ref.actor.ppo_mini_batch_size
+        # Advantages compare the images of one prompt, so that a group stays on one process.
         if mini % num_processes:
             raise ValueError(
                 f"actor_rollout_ref.actor.ppo_mini_batch_size: got {mini} prompts for {num_processes} processes; it "

@@ -90,6 +90,7 @@ class RewardModelConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """A server without a model, and arguments that the run gives itself."""
+        # A model path without enable is fine: scripts switch the server off with one key.
         if self.enable and not (self.model_path and self.model_path.strip()):
             yield (
                 f"model_path: null, but {SECTION}.enable=true; name the model, e.g. "
