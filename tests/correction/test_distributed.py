@@ -6,7 +6,10 @@ import distributed_shards as shards
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
+]
 
 
 @pytest.fixture(scope="module")

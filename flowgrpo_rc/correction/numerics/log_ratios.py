@@ -51,13 +51,17 @@ def safe_exp(log: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return clamp(log).exp()
 
 
-def excess_and_k3(clamped: Float[Tensor, "*shape"]) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """``r - 1`` and ``r - 1 - l`` of clamped ``l``."""
-    # Near l = 0 exp(l) rounds away the digits that standard deviations and chi-squared are made of, and in float32 the
-    # difference of r - 1 and l would be rounding noise at |l| near 1e-4, where SDE steps are.
+def excess(clamped: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """``r - 1``."""
+    # Near l = 0 exp(l) rounds away the digits that standard deviations and chi-squared are made of.
+    return torch.expm1(clamped.double()).to(clamped.dtype)
+
+
+def k3(clamped: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """``r - 1 - l``."""
+    # In float32 the difference would be rounding noise at |l| near 1e-4, where SDE steps are.
     exact = clamped.double()
-    excess = torch.expm1(exact)
-    return excess.to(clamped.dtype), (excess - exact).to(clamped.dtype)
+    return torch.expm1(exact).sub_(exact).to(clamped.dtype)
 
 
 def row_sum(values: Shaped[Tensor, "B T"]) -> Float[Tensor, " B"]:

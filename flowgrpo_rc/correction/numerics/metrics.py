@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, clamp, excess_and_k3, row_mean, row_sum, safe_exp
+from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, clamp, excess, k3, row_mean, row_sum, safe_exp
 from flowgrpo_rc.correction.numerics.moments import Figure
 from flowgrpo_rc.correction.numerics.reductions import (
     CHI_SQUARED,
@@ -111,7 +111,8 @@ def diagnostics(table: MetricTable, x: LogRatios) -> None:
     """
     log_ratio = x.log_ratio
     gap = log_ratio.abs()
-    e, k3 = excess_and_k3(clamp(log_ratio))
+    clamped = clamp(log_ratio)
+    e = excess(clamped)
     training = -row_mean(x.log_prob, x.valid)
     rollout = -row_mean(x.rollout_log_prob, x.valid)
     difference = -row_mean(log_ratio, x.valid)
@@ -125,7 +126,7 @@ def diagnostics(table: MetricTable, x: LogRatios) -> None:
     table.rows("log_ppl_diff_min", LEAST, difference)
     table.rows("ppl_ratio", MEAN, safe_exp(difference))
     table.elements("kl", MEAN, -log_ratio)
-    table.elements("k3_kl", MEAN, k3)
+    table.elements("k3_kl", MEAN, k3(clamped))
     table.elements("chi2_token", CHI_SQUARED, e, e * e)
     table.rows("chi2_seq", MEAN_EXCESS, safe_exp(row_sum(log_ratio)).square())
     table.elements("logprob_abs_diff_mean", MEAN, gap)
@@ -226,9 +227,11 @@ def criterion_metrics(table: MetricTable, v: Verdict, x: LogRatios) -> None:
     # verl applies the band to -l, so that its "high" is a small ratio.
     low, high = sides[::-1] if c.mirrored else sides
     row_low, row_high = row_sides[::-1] if c.mirrored else row_sides
-    sign = -1.0 if c.statistic == "k1" else 1.0
-    statistic = sign * v.values
-    row_statistic = sign * row
+    statistic = v.values
+    row_statistic = row
+    if c.statistic == "k1":
+        statistic = -statistic
+        row_statistic = -row_statistic
     of_units = table.elements if token else table.rows
     start = f"rollout_rs_{c.name}_"
     of_units(f"{start}max", MOST, statistic)

@@ -151,6 +151,7 @@ def _correct(
     return importance, rejection
 
 
+@torch.inference_mode()  # cheaper operations; no tensor of the tables reaches a caller
 def _measure(
     plan: CorrectionPlan, x: LogRatios, importance: ImportanceWeights | None, rejection: Rejection
 ) -> tuple[metrics.MetricTable, metrics.MetricTable]:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, clamp, excess_and_k3, row_mean, row_sum
+from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, clamp, excess, row_mean, row_sum
 from flowgrpo_rc.correction.plan import ImportanceSampling
 
 
@@ -75,13 +75,14 @@ def importance_weights(
         # A product of many ratios needs the range and the digits of float64.
         log_weight = log_weight.double()
     ratio = log_weight.exp()
-    ratio_excess, _ = excess_and_k3(log_weight)
+    ratio_excess = excess(log_weight)
     weight = spec.bound(ratio, low | high)
     # expm1 has more digits than w - 1, and holds for every ratio that bounding left alone.
     weight_excess = torch.where(weight == ratio, ratio_excess, weight - 1.0)
+    nothing = ~has_weight
     return ImportanceWeights(
-        weight=weight.masked_fill(~has_weight, 0.0),
-        excess=weight_excess.masked_fill(~has_weight, empty_excess),
+        weight=weight.masked_fill(nothing, 0.0),
+        excess=weight_excess.masked_fill_(nothing, empty_excess),
         ratio=ratio,
         ratio_excess=ratio_excess,
         low=low,
