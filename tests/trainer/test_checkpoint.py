@@ -175,26 +175,16 @@ def test_damage_is_named(tmp_path, damage):
         store.load(folder, FINGERPRINT)
 
 
-def without_digests(folder, names):
-    """As earlier versions wrote it."""
-    file = folder / "trainer_state.json"
-    state = json.loads(file.read_text())
-    for name in names:
-        del state["digests"][name]
-    file.write_text(json.dumps(state))
-
-
 def test_a_checkpoint_of_an_earlier_version_loads_and_its_damage_is_named(tmp_path):
+    """Which had no digest of ``optimizer.pt``."""
     store = CheckpointStore(tmp_path, keep=None)
     folder = save(store, 1)
-    without_digests(folder, ["optimizer.pt"])
+    state = json.loads((folder / "trainer_state.json").read_text())
+    change(folder, "digests", {"lora": state["digests"]["lora"]})
     assert store.load(folder, FINGERPRINT)[1]["x"].tolist() == [1.0, 1.0, 1.0]
-    content = bytearray((folder / "optimizer.pt").read_bytes())
-    content[content.index(torch.ones(3).numpy().tobytes()) + 5] ^= 1
-    for damaged in (content, content[:100]):
-        (folder / "optimizer.pt").write_bytes(damaged)
-        with pytest.raises(DamagedCheckpointError, match="step_1/optimizer.pt cannot be read"):
-            store.load(folder, FINGERPRINT)
+    os.truncate(folder / "optimizer.pt", 100)
+    with pytest.raises(DamagedCheckpointError, match="step_1/optimizer.pt cannot be read"):
+        store.load(folder, FINGERPRINT)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"banana", b"../../elsewhere/step_1", "step_\u00b2".encode(), None])
