@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+from functools import cache
 from pathlib import Path
 
 # Before torch is imported: one thread a process, here and in the processes that tests start.
@@ -80,6 +81,21 @@ def tiny_model():
     from flowgrpo_rc.models import load_model
 
     return load_model("asset:tiny_qwen_image")
+
+
+@pytest.fixture(scope="session")
+def folder_of_family(tmp_path_factory):
+    """``folder_of_family(name)``: a family's tiny model on the disk, saved once per worker; leave it unchanged."""
+    from tiny_families import TINY
+
+    root = tmp_path_factory.mktemp("families")
+
+    @cache
+    def folder(name):
+        TINY[name].build().save_pretrained(root / name)
+        return str(root / name)
+
+    return folder
 
 
 @pytest.fixture(scope="session")

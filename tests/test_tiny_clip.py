@@ -56,6 +56,7 @@ def test_one_wrong_digit_costs(pictures):
     assert len(np.unique(right)) == len(right)
 
 
+@pytest.mark.process
 def test_the_example_script_asks_for_it(tmp_path):
     """With a program in place of the command line's that writes its arguments down."""
     (tmp_path / "flowgrpo-rc").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')

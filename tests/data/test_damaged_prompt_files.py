@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -173,17 +172,6 @@ def test_a_file_that_is_cut_off(tmp_path: Path, share: float) -> None:
     refused(path, "is not a parquet file (")
 
 
-def test_arrow_types_of_text(tmp_path: Path) -> None:
-    texts = ["one", "two", "one"]
-    for kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
-        path = parquet(tmp_path, {"prompt": pyarrow.array(texts, pyarrow.string()).cast(kind)})
-        assert [r.prompt for r in load_prompts(path)] == texts
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    message = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.large_string())])
-    path = parquet(tmp_path, {"prompt": pyarrow.array(chats, pyarrow.large_list(message))})
-    assert [r.prompt for r in load_prompts(path)] == texts
-
-
 @pytest.mark.parametrize(
     ("column", "says"),
     [
@@ -203,18 +191,6 @@ def test_arrow_types_that_are_no_text(tmp_path: Path, column: Any, says: str) ->
     refused(parquet(tmp_path, {"prompt": column}), "a.parquet:1", says)
 
 
-def test_empty_row_groups_and_folders_with_names_of_columns(tmp_path: Path) -> None:
-    """pyarrow's reader of data sets would take a column `prompt` from the folder's name."""
-    folder = tmp_path / "prompt=elsewhere"
-    folder.mkdir()
-    table = pyarrow.table({"prompt": ["one", "two"]})
-    with pyarrow.parquet.ParquetWriter(folder / "a.parquet", table.schema) as writer:
-        for part in (table.slice(0, 0), table, table.slice(0, 0)):
-            writer.write_table(part)
-    records = load_prompts(folder / "a.parquet")
-    assert [(r.prompt, r.metadata) for r in records] == [("one", {}), ("two", {})]
-
-
 # ------------------------------------------------------------------ paths
 
 
@@ -226,15 +202,6 @@ def test_folders_pipes_and_links(tmp_path: Path) -> None:
     refused(tmp_path / "pipe.txt", "does not exist or is not a file")
     (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
     refused(tmp_path / "loop.txt", "does not exist or is not a file")
-
-
-def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def deny(*_: Any) -> bytes:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    path = jsonl(tmp_path)
-    monkeypatch.setattr(Path, "read_bytes", deny)
-    refused(path, "cannot be read (Permission denied)")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("torch", "diffusers", "transformers", "cv2", "rapidocr", "onnxruntime", "rapidfuzz", "pyarrow")
 
 
+@pytest.mark.process
 def test_imports_pull_in_nothing_heavy() -> None:
     code = (
         "import sys\n"

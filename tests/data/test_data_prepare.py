@@ -72,21 +72,6 @@ def test_missing_train_file(tmp_path: Path) -> None:
         prepare_ocr(tmp_path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("option", ["--input", "--output"])
-@pytest.mark.parametrize("value", ["", " ", "a\0b"])
-def test_a_folder_that_is_none_is_refused_by_its_option(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str, value: str
-) -> None:
-    """An empty one is not the current folder."""
-    from flowgrpo_rc.cli.main import main
-
-    monkeypatch.chdir(folder / "in")
-    paths = {"--input": str(folder / "in"), "--output": str(folder / "out")} | {option: value}
-    assert main(["prepare-data", "ocr", *(f"{name}={path}" for name, path in paths.items())]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {option}: got {value!r}; ")
-    assert not list(folder.rglob("*.parquet"))
-
-
 def test_an_output_that_cannot_be_a_folder_is_named(folder: Path) -> None:
     (folder / "file").touch()
     for output in (folder / "file", folder / "file" / "below"):

@@ -142,12 +142,6 @@ def test_every_picture_is_given_in_colours(tmp_path: Path, mode: str) -> None:
     assert (pixels.shape, pixels.dtype) == ((40, 60, 3), np.uint8)
 
 
-def test_a_palettes_transparent_colours_are_given_without_a_warning(tmp_path: Path, recwarn: Any) -> None:
-    (tmp_path / "a").write_bytes(encoded(PICTURE.quantize(16), transparency=b"\x00\x10\x80"))
-    assert np.asarray(read(tmp_path, "a").images[0]).shape == (40, 60, 3)
-    assert not recwarn.list
-
-
 def cut(content: bytes) -> bytes:
     return content[: len(content) * 2 // 3]
 
@@ -207,14 +201,6 @@ def test_a_value_that_names_no_file_is_told_with_its_row(tmp_path: Path, images:
         read(tmp_path, images)
     assert str(caught.value).startswith(f"{tmp_path}/train.jsonl:1: ")
     assert "\n" not in str(caught.value)
-
-
-def test_pixels_that_cannot_be_decoded_are_told_when_they_are_asked_for(tmp_path: Path) -> None:
-    """A PNG whose checksums are right and whose pixels are missing."""
-    (tmp_path / "a").write_bytes(png_of(8, 8))
-    (image,) = read(tmp_path, "a").images
-    with pytest.raises(ValueError, match=r"train.jsonl:1: the image .*/a is damaged or cut off .*save it again"):
-        image.open()
 
 
 def test_pixels_are_decoded_once_and_given_to_each_caller_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,11 +40,8 @@ def name(request):
 
 
 @pytest.fixture(scope="module")
-def folder(name, tmp_path_factory):
-    """The tiny model on the disk, as a user has one."""
-    path = tmp_path_factory.mktemp("families") / name
-    TINY[name].build().save_pretrained(path)
-    return str(path)
+def folder(name, folder_of_family):
+    return folder_of_family(name)
 
 
 @pytest.fixture

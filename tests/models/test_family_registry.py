@@ -59,6 +59,7 @@ def test_what_the_entry_says_is_asked_before_loading(inverted):
         refuse_guidance_scale("InvertedPipeline", False, 3.5)
 
 
+@pytest.mark.process
 def test_the_table_loads_no_torch():
     code = "import sys, flowgrpo_rc.models.registry; print({'torch', 'diffusers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -72,20 +72,6 @@ def test_as_many_tokens_of_a_prompt_are_read_as_are_said(models, name):
     assert same.embeds.shape == (model.prompt_tokens(64), model.transformer.config.joint_attention_dim)
 
 
-@pytest.mark.parametrize("name", ["klein", "dev"])
-def test_embeddings_are_those_of_the_layers_that_are_named(models, name):
-    """Those of the pipeline's own default are the attribute; another attribute reads other layers."""
-    model = models[name]
-    (row,) = model.encode(["a cat"], 64)
-    expected, _ = model.pipe.encode_prompt(["a cat"], max_sequence_length=64)
-    assert torch.equal(row.embeds, expected[0])
-    other = type("Other", (type(model),), {"text_layers": (1, *model.text_layers[1:])})(model.pipe)
-    (shifted,) = other.encode(["a cat"], 64)
-    width = flux2.TEXT_WIDTH
-    assert torch.equal(shifted.embeds[:, width:], row.embeds[:, width:])
-    assert (shifted.embeds[:, :width] - row.embeds[:, :width]).abs().max() > 1e-2
-
-
 def test_a_processor_needs_no_torchvision_and_gives_the_same_tokens(saved, models):
     """Its tokenizer alone is read. What the pipeline makes of it is what it makes of the tokenizer that was saved."""
     model = models["dev"]

@@ -133,14 +133,6 @@ def test_every_tensor_must_bind(tiny_model):
     assert all(torch.equal(state[n], p) for n, p in adapter_parameters(tiny_model.transformer).items())
 
 
-def test_default_targets_are_the_attention_layers(tiny_model):
-    attach_lora(tiny_model.transformer, tiny_model, LORA, dtype=torch.float32)
-    layers = {name.split(".lora_")[0] for name in adapter_state(tiny_model.transformer)}
-    blocks = tiny_model.transformer.config.num_layers
-    assert len(layers) == blocks * len(tiny_model.default_lora_targets)
-    assert all(".attn." in name for name in layers)
-
-
 def test_all_linear_reaches_every_linear_layer(tiny_model):
     linear = sum(isinstance(m, torch.nn.Linear) for m in tiny_model.transformer.modules())
     config = ModelConfig(lora_rank=2, lora_alpha=2, target_modules="all-linear")

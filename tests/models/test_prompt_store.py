@@ -5,7 +5,6 @@ import os
 import shutil
 import threading
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 
 import damage
@@ -24,8 +23,7 @@ from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.prompt import Prompt
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer import encoding as filling
-from flowgrpo_rc.trainer.encoding import PromptSet, check_sets, fill_store
+from flowgrpo_rc.trainer.encoding import PromptSet, fill_store
 
 TINY = "asset:tiny_qwen_image"
 STORE = "actor_rollout_ref.model.prompt_store"
@@ -143,16 +141,6 @@ def test_damage_is_found_and_set_aside(tmp_path, place):
     assert all(again.read(key).embeds.isfinite().all() for key in whole)
 
 
-def test_changed_bytes_are_never_read_as_embeddings(tmp_path):
-    filled(tmp_path, rows(1))
-    (file,) = tmp_path.glob("prompts-*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(bytes(content))
-    with pytest.raises(PromptStoreError, match=rf"{file.name} has changed .*; start again"):
-        PromptStore(tmp_path, ENCODER).read(("prompt 0", 64))
-
-
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_encoded(tmp_path, loads):
     (tmp_path / "file").write_text("not a folder")
     loader = PipelineLoader(TINY)
@@ -237,17 +225,6 @@ def test_processes_share_the_work_and_then_all_read(tmp_path):
     assert all(key in store for store in stores for key in sets[0].keys(loaders[0].model))
 
 
-def test_a_machine_that_does_not_see_the_others_store_encodes_all(tmp_path, monkeypatch):
-    """Process 1 of 2, alone on its machine."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    loader = PipelineLoader(TINY)
-    store = open_store(str(tmp_path), loader.model, "float32")
-    accelerator = alone(1, 2)
-    accelerator.local_process_index = 0
-    assert fill_store(loader.model, store, [of("one", "two", "three")], accelerator).encoded == 3
-    assert len(store) == 3
-
-
 def test_prompts_that_go_together_have_as_many_tokens(tiny_model, monkeypatch):
     calls = []
     encode = tiny_model.encode
@@ -258,15 +235,6 @@ def test_prompts_that_go_together_have_as_many_tokens(tiny_model, monkeypatch):
     tokens = [{len(tiny_model.pipe.tokenizer(p).input_ids) for p in prompts} for prompts in calls]
     assert all(len(lengths) == 1 for lengths in tokens)
     assert max(map(len, calls)) == 8
-
-
-def test_many_embeddings_are_written_in_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(filling, "BYTES_A_FILE", 1)
-    loader = PipelineLoader(TINY)
-    store = open_store(str(tmp_path), loader.model, "float32")
-    fill_store(loader.model, store, [of(*(f"{i:02d}" for i in range(20)))], alone())
-    assert len(list(tmp_path.glob("*.safetensors"))) == 3  # 8, 8 and 4
-    assert len(store) == 20
 
 
 def test_embeddings_that_are_not_finite_are_refused(tiny_model):
@@ -326,6 +294,7 @@ def test_a_damaged_text_encoder_is_refused_when_it_is_needed(tmp_path):
         PipelineLoader(str(folder))
 
 
+@pytest.mark.run
 def test_a_second_run_and_a_resumed_one_load_no_text_encoder(small_config, tmp_path, loads):
     store = f"{STORE}={tmp_path / 'store'}"
     guided = "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0"
@@ -346,27 +315,6 @@ def test_a_second_run_and_a_resumed_one_load_no_text_encoder(small_config, tmp_p
     resumed.run.encoder(["another prompt"])
     assert loads[-1] == "text_encoder"
     assert resumed.run.model.pipe.text_encoder is None
-
-
-def test_a_named_store_of_another_precision_is_refused_before_a_network_is_read(small_config, tmp_path, loads):
-    config = small_config(f"{STORE}={tmp_path / 'store'}", "trainer.total_training_steps=1")
-    FlowGRPOTrainer(config).run.engine.close()
-    loads.clear()
-    config.actor_rollout_ref.model.dtype = "bfloat16"
-    config.trainer.default_local_dir = str(tmp_path / "other")
-    with pytest.raises(PromptStoreError, match="another text encoder .dtype float32 there and bfloat16 here."):
-        FlowGRPOTrainer(config)
-    assert loads == []
-
-
-def test_validation_prompts_name_their_own_section():
-    model = PipelineLoader(TINY).model
-    section = "val_kwargs.pipeline"
-    field = r"actor_rollout_ref\.rollout\.val_kwargs\.pipeline\.max_sequence_length"
-    with pytest.raises(ValueError, match=rf"here: .* says nothing .*\({field}\)"):
-        check_sets(model, [of("a"), replace(of("\n" * 600), section=section)], warn=True)
-    with pytest.warns(UserWarning, match=rf"^{field}=64 cuts off the ends of 1 of 1"):
-        check_sets(model, [of("a"), replace(of("a" * 100), section=section)], warn=True)
 
 
 def test_the_command_fills_the_store_and_says_what_it_did(tmp_path, capsys, loads):

@@ -38,15 +38,6 @@ def test_a_prompt_of_unknown_characters_alone(tiny_sd3_model):
     check_prompts(tiny_sd3_model, places("a cat", "東京 tower"), 64)
 
 
-def test_more_prompts_than_are_tokenized_at_once(tiny_model, monkeypatch):
-    from flowgrpo_rc.models import prompts
-
-    monkeypatch.setattr(prompts, "PROMPTS_TOKENIZED_AT_ONCE", 2)
-    cut = check_prompts(tiny_model, places("a", "b", "c", "d" * 70, "e"), 64)
-    assert cut is not None
-    assert "1 of 5 prompts (the first: train.txt:4, 70 tokens" in cut
-
-
 def test_a_run_says_which_prompts_are_cut_and_refuses_those_that_say_nothing(small_config, tmp_path):
     from flowgrpo_rc.trainer import FlowGRPOTrainer
 

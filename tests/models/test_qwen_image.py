@@ -66,15 +66,6 @@ def test_one_frame_in_2d_equals_the_vae_own(tiny_model):
         assert_close(ours, original, atol=1e-4, rtol=1e-4)
 
 
-def test_schedule_is_the_pipelines(tiny_model):
-    schedule = tiny_model.schedule(6, 32, 32)
-    tiny_model.pipe(prompt=PROMPTS[0], height=32, width=32, num_inference_steps=6, true_cfg_scale=1.0)
-    assert_close(schedule.sigmas, tiny_model.pipe.scheduler.sigmas, rtol=0, atol=0)
-    assert_close(schedule.timesteps, tiny_model.pipe.scheduler.timesteps, rtol=0, atol=0)
-    assert schedule.sigmas[0] == 1
-    assert schedule.sigmas[-1] == 0
-
-
 def test_each_distinct_prompt_is_encoded_once(tiny_model, monkeypatch):
     asked = []
     encode = tiny_model.encode
@@ -99,17 +90,6 @@ def test_longer_prompts_pad_with_a_mask(tiny_model):
         with torch.no_grad():
             velocities.append(tiny_model.velocity(tiny_model.transformer, latents, torch.tensor([500.0]), cond))
     assert_close(velocities[0], velocities[1], atol=2e-5, rtol=1e-4)
-
-
-def test_size_must_fit_the_patches_and_guidance_the_model(tiny_model):
-    tiny_model.check_request(32, 40, None)
-    with pytest.raises(ValueError, match="height=36, width=32: this model draws multiples of 8 pixels"):
-        tiny_model.check_request(36, 32, None)
-    with pytest.raises(ValueError, match="guidance_scale: got 3.5 for this model; it takes none"):
-        tiny_model.check_request(32, 32, 3.5)
-    tiny_model.transformer.register_to_config(guidance_embeds=True)
-    with pytest.raises(ValueError, match="guidance_scale: got None for this model; it is guidance-distilled"):
-        tiny_model.check_request(32, 32, None)
 
 
 def test_refuses_what_is_not_a_supported_pipeline(tmp_path):

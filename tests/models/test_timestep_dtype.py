@@ -33,10 +33,8 @@ def name(request):
 
 
 @pytest.fixture(scope="module")
-def model(name, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("timestep") / name
-    TINY[name].build().save_pretrained(folder)
-    return load_model(str(folder))
+def model(name, folder_of_family):
+    return load_model(folder_of_family(name))
 
 
 def inputs_of(model, steps=9):
@@ -94,10 +92,10 @@ def test_in_float32_nothing_is_changed(model):
     assert same is cond
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("family", ["flux2_klein", "chroma", "aura_flow"])
-def test_a_run_with_it_has_what_gap_other_roundings_leave(family, small_config, tmp_path):
-    TINY[family].build().save_pretrained(tmp_path / "model")
-    overrides = [*run_overrides(family, str(tmp_path / "model"), tmp_path / "data"), "trainer.total_training_steps=1"]
+def test_a_run_with_it_has_what_gap_other_roundings_leave(family, small_config, tmp_path, folder_of_family):
+    overrides = [*run_overrides(family, folder_of_family(family), tmp_path / "data"), "trainer.total_training_steps=1"]
     own = {dtype: gap_of(small_config, overrides, dtype, "null") for dtype in ("bfloat16", "float32")}
     rounded = {dtype: gap_of(small_config, overrides, dtype, "rollout") for dtype in ("bfloat16", "float32")}
     assert max(own["float32"], rounded["float32"]) < LOG_PROB
