@@ -25,12 +25,12 @@ from flowgrpo_rc.correction.numerics.rejection import row_statistic
 from flowgrpo_rc.gap.intervals import normal_quantile
 from flowgrpo_rc.gap.safety import CLIP_FACTOR, GAP_QUANTILE
 
+# Samples kept at each timestep for the clip band.
 MEMORY = 64
-"""Samples kept at each timestep for the clip band."""
+# Images kept at each first timestep of a window for the rejection band; 3 / share if that is more.
 IMAGE_MEMORY = 256
-"""Images kept at each first timestep of a window for the rejection band; ``3 / share`` if that is more."""
+# Values that a timestep needs for a quantile of its own.
 ENOUGH = 8
-"""Values that a timestep needs for a quantile of its own."""
 
 
 class NewestValues:
@@ -42,6 +42,7 @@ class NewestValues:
 
     def _take_in(self, timesteps: Float[Tensor, "..."], values: Float[Tensor, "..."]) -> None:
         for timestep, value in zip(timesteps.flatten().tolist(), values.flatten().tolist(), strict=True):
+            # Old values drop out by themselves, so the band follows an adapter that grows.
             self._values.setdefault(timestep, deque(maxlen=self._memory)).append(value)
 
     def _quantile(self, timestep: float, quantile: float) -> float:
@@ -61,6 +62,7 @@ class NewestValues:
     @staticmethod
     def _each(timesteps: Float[Tensor, "..."], at: Callable[[float], float]) -> Float[Tensor, "..."]:
         """``at`` of every timestep, float32."""
+        # A batch has few distinct timesteps, and a quantile for each step would be computed many times.
         distinct, place = torch.unique(timesteps, return_inverse=True)
         return torch.tensor([at(timestep) for timestep in distinct.tolist()], dtype=torch.float32)[place]
 
@@ -77,6 +79,7 @@ class NewestValues:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state_dict``."""
+        # A checkpoint may come from a version with another memory.
         self._values = {float(t): deque(values, maxlen=self._memory) for t, values in state["values"].items()}
 
 
@@ -129,6 +132,7 @@ class RejectionBands(NewestValues):
         (self._criterion,) = config.plan().criteria
         self._limits = (float(config.rollout_rs_auto_min), float(config.rollout_rs_auto_max))
         self._share = float(config.rollout_rs_auto_share)
+        # A tail quantile needs a few values beyond it.
         super().__init__(max(IMAGE_MEMORY, round(3 / self._share)))
         self._window = 1
 

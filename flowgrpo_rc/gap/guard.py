@@ -14,8 +14,8 @@ from accelerate import PartialState
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.gap.safety import CLIP, ENGINE_GAP, LIMITS, REJECTED, ZEROED, remedy
 
+# Share of importance weights set to 0.
 ZERO_WEIGHTS = ("rollout_corr/rollout_is_oob_ratio", "actor/rollout_corr/rollout_is_oob_ratio")
-"""Share of importance weights set to 0."""
 ENGINE_GAP_METRIC = "rollout_sync/engine_gap_per_dimension"
 OUTSIDE_CLIP_METRIC = "rollout_sync/outside_clip"
 
@@ -156,6 +156,7 @@ class Guard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state_dict``, as far as the present configuration allows; limits are the configured ones."""
+        # The counts go on: a resume must not delay an alarm.
         self._over_limit |= state["over"]
         self._safe_updates = state["safe"]
         self._returns = state["returns"]

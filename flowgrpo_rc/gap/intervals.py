@@ -114,6 +114,7 @@ def looks(start: int, end: int) -> Sequence[tuple[int, float]]:
     an error is spent over the looks, half of the rest at each and all of it at the last: the final interval is wrong
     with a chance of at most ``1 - CONFIDENCE`` whichever look ends the measurement (Bonferroni).
     """
+    # Doubling keeps the number of looks, and with it the price of looking, logarithmic.
     counts = [start]
     while counts[-1] < end:
         counts.append(min(2 * counts[-1], end))

@@ -75,6 +75,7 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
     """
     first = sample_and_rescore(run, images)
     measured = _measure_until_settled(run, first, images, max_images or images)
+    # The update is timed on the images of the first look.
     seconds = dict(first.seconds)
     failure = measured.failure
     try:
@@ -243,6 +244,7 @@ def _update(run: ProbedRun, first: ProbeBatch, measured: _Measured) -> None:
     old = replace(OldPolicy.of_rollout(batch), weights=ones, keep=ones.bool())
     for name, values in measured.limits.items():
         batch[name] = values[: len(batch)]
+    # The update also shows a gradient that is not finite before a long run does.
     run.actor.update(batch, first.conditioning, [MiniBatch(torch.arange(len(batch)), old)], run.mode)
 
 

@@ -71,6 +71,7 @@ def sample_and_rescore(run: ProbedRun, images: int, before: int = 0) -> ProbeBat
     batch = trajectories.batch
     assert batch is not None
     scored, score_seconds = timed(run.device, lambda: run.actor.rescore(batch, request.conditioning))
+    # Both rescorings are the same one: before training nothing is stale.
     sample = GapSample.of(batch, scored, scored, run.rollout.algo.sde_type)
     assert sample.kl is not None
     for what, values in (
@@ -106,6 +107,7 @@ def _request(run: ProbedRun, images: int, before: int) -> RolloutRequest:
     window = run.window
     slides = rollout.algo.sample_strategy == "progressive"
     taken = progressive_places(window) if slides else list(range(window.first, window.stop - window.size + 1))
+    # All images of a place together, so that each place has the same prompts.
     places = torch.tensor(taken).repeat_interleave(images)
     # Prompts repeat if there are fewer than images; every image still has its own noise.
     known = len(run.prompts)

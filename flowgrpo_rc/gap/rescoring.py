@@ -74,6 +74,7 @@ class Rescoring:
         if not self.rollout.probe.images:
             return {}
         rows = self.rows(batch, step)
+        # Every process must take part, also one without a row of its own: gathering waits for all.
         own = self.rescore(batch, rows, conditioning)
         sample = GapSample.concatenate(gather_object([own]))
         _check_finite(sample, own, rows)
@@ -96,6 +97,7 @@ class Rescoring:
         """
         # An image has one number over all processes, which follows from its prompt group and its place in that.
         total = self.prompts * self.rollout.n
+        # Spread over the batch, since neighbours share a prompt.
         images = min(self.rollout.probe.images, total)
         chosen = (torch.arange(images) * total // images + step) % total
         number = batch[Key.GROUP] * self.rollout.n + torch.arange(len(batch)) % self.rollout.n
@@ -108,6 +110,7 @@ class Rescoring:
         rows added for that are dropped.
         """
         padded = batch[_as_many_on_every_process(rows)]
+        # The engine's version first: its exit restores the present one, also after an error.
         with self.adapter.actor_at_rollout_version():
             scored = self._own(padded, conditioning, len(rows))
         present = self._own(padded, conditioning, len(rows)) if self.adapter.behind else scored

@@ -58,7 +58,11 @@ def apply_limits(
     correction = mode.rollout_correction
     measured = mode.objective.measure(gap, sample.kl / sample.dimensions, sample.stds)
     weights, keep, _ = compute_rollout_correction(
-        gap, torch.zeros_like(gap), config=correction, rs_bounds=rejection_bounds
+        # Only differences count: with the engine's log-probs at 0, the actor's are the gap.
+        gap,
+        torch.zeros_like(gap),
+        config=correction,
+        rs_bounds=rejection_bounds,
     )
     weights_act = weights is not None and correction.weights_act
     return SampledSteps(
@@ -87,12 +91,14 @@ def step_gap(
         confidence: of the intervals.
         expected: the same images' steps under resampled noise, from which shares are taken; None: ``steps``.
     """
+    # Sizes are of the sampled log ratios; shares of the resampled ones, which a few images determine better.
     shares = steps if expected is None else expected
     size = steps.gap.abs()
     nats = steps.nats.abs()
     used = shares.keep & ~shares.zeroed
     zeroed = shares.keep & shares.zeroed
     every = torch.ones_like(used)
+    # One call sorts once.
     median, q90, q99 = torch.quantile(size, torch.tensor([0.5, 0.9, 0.99], dtype=size.dtype)).tolist()
     return StepGap(
         timestep=timestep,
@@ -104,7 +110,9 @@ def step_gap(
         abs_q99=q99,
         abs_max=float(size.max()),
         clip_q90=float(torch.quantile(steps.size, GAP_QUANTILE)),
+        # Without used samples the share is 0, and its interval 0 to 1.
         clipped=float((shares.beyond & used).sum() / used.sum().clamp(min=1)),
+        # float32 means of many samples would show in the last digits of an interval's end.
         rejected=1 - float(shares.keep.double().mean()),
         zeroed=float(zeroed.double().mean()),
         nats=float(nats.mean()),

@@ -74,6 +74,7 @@ class GapSample:
     @staticmethod
     def concatenate(samples: Sequence["GapSample"]) -> "GapSample":
         """Join samples, in order."""
+        # kl is None without transition means, and dimensions is a number.
         names = [f.name for f in fields(GapSample) if isinstance(getattr(samples[0], f.name), Tensor)]
         columns: dict[str, Any] = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in names}
         return replace(samples[0], **columns)
@@ -82,6 +83,7 @@ class GapSample:
 def to_nats(stds: Float[Tensor, "..."], dimensions: int, sde_type: str) -> Float[Tensor, "..."]:
     """Factor from a mean-pooled log ratio to nats of the whole step."""
     stds = stds.double()
+    # cps log-probs lack the factor 1/(2 std^2), which is put back here.
     if SDE_TYPES[sde_type].log_prob_is_density:
         return torch.full_like(stds, dimensions)
     return dimensions / (2 * stds**2)
@@ -111,6 +113,7 @@ def gap_metrics(sample: GapSample, prefix: str) -> dict[str, float]:
     there are also ``engine_gap_abs_max``, and ``engine_gap_per_dimension`` and ``staleness_per_dimension``, the nats
     divided by the latent dimensions.
     """
+    # The maximum has no timesteps: that of a few samples would only be noise.
     values = {f"{prefix}engine_gap_abs_max": float(sample.engine.abs().max())} | _means(sample, slice(None), prefix, "")
     for part in ("engine_gap", "staleness"):
         values[f"{prefix}{part}_per_dimension"] = values[f"{prefix}{part}_nats"] / sample.dimensions

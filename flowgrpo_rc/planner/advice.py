@@ -63,8 +63,8 @@ def _cheapest(plan: MemoryPlan, gpus: Gpus, run: PlannedRun, memory: Memory) -> 
 
 
 Settings: TypeAlias = dict[str, Any]
+# Returns the settings to change; None if they are in force already or refused in this run.
 Propose: TypeAlias = Callable[[MemoryPlan, PlannedRun, Gpus], Settings | None]
-"""Returns the settings to change; None if they are in force already or refused in this run."""
 
 
 def _recompute(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
@@ -139,6 +139,7 @@ def _half_precision(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings |
     return {f"{MODEL}.dtype": "bfloat16", f"{ROLLOUT}.dtype": "bfloat16"} if run.model.dtype == "float32" else None
 
 
+# From changes that cost some time to one that changes numbers.
 _BY_COST: tuple[tuple[Propose, str], ...] = (
     (_recompute, "the update takes a third more compute"),
     (_scoring, "the scoring pass in smaller pieces"),
@@ -153,4 +154,3 @@ _BY_COST: tuple[tuple[Propose, str], ...] = (
     (_offload, "every block comes from the host's memory at every forward"),
     (_half_precision, "half the weights; log-probs get bfloat16's rounding"),
 )
-"""From changes that cost some time to one that changes numbers."""

@@ -65,12 +65,14 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Tensors are counted after the operation: an in-place result is already known.
         out = func(*args, **kwargs)
         for value in tree_iter(out):
             if isinstance(value, Tensor):
                 self._see(value.untyped_storage())
         flops = _flops(func._overloadpacket, args, kwargs, out)
         self.stretches[-1].flops += flops
+        # Checkpointing recomputes with gradients, a plain backward runs without.
         if torch.is_grad_enabled():
             self.stretches[-1].recorded_flops += flops
         return out
@@ -82,6 +84,7 @@ class LiveBytes(TorchDispatchMode):
         self._counted[key] = storage.nbytes()
         self.live += self._counted[key]
         self.stretches[-1].peak = max(self.stretches[-1].peak, self.live)
+        # The storage must not be kept alive by being counted.
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 GIB = 2**30
+# Share of a device's peak that large transformers reach in training; an assumption, stated wherever times are.
 UTILISATION = 0.4
-"""Share of a device's peak that large transformers reach in training; an assumption, stated wherever times are."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Device:
         return self.float32 if dtype == "float32" else self.bfloat16
 
 
+# Part of a device's name, as torch.cuda.get_device_name gives it -> its peak. The first that matches counts.
 DEVICES = {
     "B200": Device(2250e12, 75e12),
     "H200": Device(989e12, 67e12),
@@ -40,11 +41,10 @@ DEVICES = {
     "RTX 4090": Device(165e12, 82.6e12),
     "RTX 3090": Device(71e12, 35.6e12),
 }
-"""Part of a device's name, as ``torch.cuda.get_device_name`` gives it -> its peak. The first that matches counts."""
+# Gigabytes -> the device assumed for times if only the memory is known; between two, the smaller one.
 DEVICE_OF_SIZE = {24: "RTX 4090", 48: "L40S", 80: "H100", 141: "H200"}
-"""Gigabytes -> the device assumed for times if only the memory is known; between two, the smaller one."""
+# The GPUs that a plan without a list tries.
 TRIED = [(count, size) for size in DEVICE_OF_SIZE for count in (1, 2, 4, 8)]
-"""The GPUs that a plan without a list tries."""
 
 
 @dataclass(frozen=True)

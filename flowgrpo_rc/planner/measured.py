@@ -10,9 +10,9 @@ from flowgrpo_rc.planner.passes import Passes, Usage
 from flowgrpo_rc.planner.pipeline import FakePipeline, bytes_of, parameters_of
 from flowgrpo_rc.planner.settings import PlannedRun
 
+# Most rows of a measured pass: a transformer that takes its rows one by one, as Z-Image's does, needs a second for
+# so many.
 MOST_ROWS = 32
-"""Most rows of a measured pass: a transformer that takes its rows one by one, as Z-Image's does, needs a second for
-so many."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Measured:
         dtype = run.rollout.dtype if of_engine else run.model.dtype
         lora_dtype = run.rollout.dtype if of_engine else run.model.lora_dtype
         self._pipeline = FakePipeline(run.model.path, torch_dtype(dtype))
+        # Numbers of the weights are taken before the LoRA joins them.
         transformer = self._pipeline.transformer
         self._parameters = parameters_of(transformer)
         self._weights = sum(p.numel() * p.element_size() for p in transformer.parameters())
@@ -59,6 +60,7 @@ class Measured:
     def sizes(self) -> Sizes:
         """Of all parts."""
         blocks = [self._passes.block_bytes[id(kind)] for kind in self._passes.kinds for _ in kind.blocks]
+        # FSDP prefetches the next block while one computes.
         pairs = [a + b for a, b in zip(blocks, [*blocks[1:], 0], strict=True)]
         return Sizes(
             transformer=self._weights,
@@ -94,6 +96,7 @@ class Measured:
 
     def _at_rows(self, rows: int, name: tuple[Any, ...], measure: Callable[[int], Usage]) -> Usage:
         """Interpolate between the configured micro-batch, or ``MOST_ROWS``, and twice its rows."""
+        # Two measurements determine the line; a run's own micro-batch is exact.
         usual = min(self.run.micro_rows(1), MOST_ROWS)
         for at in {usual} if rows == usual else {usual, 2 * usual}:
             if (*name, at) not in self._known:

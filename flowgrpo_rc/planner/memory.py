@@ -8,12 +8,12 @@ from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.measured import Measured
 from flowgrpo_rc.planner.settings import PlannedRun
 
+# Assumed beside tensors: the device's context, libraries' workspaces, fragmentation of the allocator.
 RUNTIME = 3 * GIB
-"""Assumed beside tensors: the device's context, libraries' workspaces, fragmentation of the allocator."""
+# The same in the process of an engine.
 ENGINE_RUNTIME = 1 * GIB
-"""The same in the process of an engine."""
+# Share of a GPU that a plan leaves free.
 MARGIN = 0.1
-"""Share of a GPU that a plan leaves free."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class MemoryPlan:
         """Passes of the actor."""
         self.engine = self.actor
         """Passes of the engine."""
+        # The same weights in another precision are another copy, with passes of its own.
         if run.rollout.dtype != run.model.dtype:
             self.engine = Measured(run, of_engine=True)
         self.sizes = self.actor.sizes
@@ -102,6 +103,7 @@ class MemoryPlan:
         lora = sizes.lora_parameters * torch_dtype(run.model.lora_dtype).itemsize
         in_process = run.samples_in_trainer
         own_copy = in_process and not run.shares_weights
+        # Shards are padded to equal size.
         own_share = -(-sizes.transformer // sharing)
         if sharing > 1 and fsdp.param_offload:
             own_share = 0
@@ -126,6 +128,7 @@ class MemoryPlan:
 
     def _stages(self, run: PlannedRun, gpus: int) -> dict[str, int]:
         rows = run.micro_rows(gpus)
+        # Gradients of earlier micro-batches are then alive during the pass.
         accumulates = run.images_of_mini_batch(gpus) * run.steps_of_window > rows
         lora = self.sizes.lora_parameters * torch_dtype(run.model.lora_dtype).itemsize
         update = self.actor.update(rows, recompute=self.recomputes(run), accumulates=accumulates)
@@ -134,6 +137,7 @@ class MemoryPlan:
             # Gradients twice: they are flattened for the other ranks, and AdamW works on all at once.
             "optimizer step": 2 * lora,
         }
+        # Scoring, sampling and the update follow each other, so their memory does not add up.
         scored = run.scored_rows(gpus)
         if scored:
             stages["scoring"] = self.actor.forward(scored).peak
@@ -151,6 +155,7 @@ class MemoryPlan:
 
     def _engine_process(self, run: PlannedRun, gpus: int) -> int:
         """Its transformer, VAE, LoRA and sampling memory; of an engine that sleeps, the part that stays."""
+        # An engine elsewhere takes nothing here.
         if not run.has_engine_process(gpus):
             return 0
         stays = self._engine_lora(run) + ENGINE_RUNTIME

@@ -29,10 +29,10 @@ from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.sde import log_prob, transition
 
+# Pixels of a side of a reference image; every family scales it down.
 LARGE = 4096
-"""Pixels of a side of a reference image; every family scales it down."""
+# Blocks of a kind in the shorter of the two runs that are compared: a first one and a last one.
 SHORT = 2
-"""Blocks of a kind in the shorter of the two runs that are compared: a first one and a last one."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ def kinds_of(transformer: nn.Module) -> list[Kind]:
         for block in module:
             if type(block).__name__ not in names:
                 continue
+            # Blocks of one class may differ, as the last one of SD3 does.
             shape = (type(block), [(name, p.shape) for name, p in block.named_parameters()])
             if shape == before:
                 found[-1] = Kind(found[-1].name, place, (*found[-1].blocks, block))
@@ -177,6 +178,7 @@ class Passes:
             detached: without a gradient through the unconditional half.
             accumulates: onto the gradients of earlier micro-batches.
         """
+        # Dropout would allocate masks, and training runs without it.
         self.transformer.train(False)
         change = "enable" if recompute else "disable"
         getattr(self.transformer, f"{change}_gradient_checkpointing")()
@@ -206,6 +208,7 @@ class Passes:
                 parameter.grad = torch.empty_like(parameter)
         state = self._state(rows)
         mean, log_probs = self._policy(state, detached=detached)
+        # The real loss adds a few scalars per row; any scalar has the same backward pass.
         loss = log_probs.sum()
         if reference:
             with torch.no_grad(), adapter_disabled(self.transformer):
@@ -269,6 +272,7 @@ class Passes:
     def _at_full_depth(self, run: Callable[[LiveBytes], None]) -> Usage:
         """Extrapolate the usage of ``run`` to all blocks."""
         depths = [min(SHORT, len(kind.blocks)) for kind in self.kinds]
+        # The short run has all kinds, so that every stretch of the full model occurs in it.
         short = self._at(depths, run)
         usage = short
         for number, kind in enumerate(self.kinds):
@@ -295,6 +299,7 @@ class Passes:
     @contextmanager
     def _with_blocks(self, depths: Sequence[int]) -> Iterator[list[tuple[nn.Module, ...]]]:
         """Inside, the transformer has the first ``depths`` blocks of every kind; yields them."""
+        # A forward pass loops over the list, so blocks that are not in it do not run.
         kept = [kind.blocks[:depth] for kind, depth in zip(self.kinds, depths, strict=True)]
         places: dict[str, list[nn.Module]] = {}
         for kind, blocks in zip(self.kinds, kept, strict=True):
@@ -349,6 +354,7 @@ def _ends(live: LiveBytes, block: tuple[int, str], _module: nn.Module, _inputs: 
     """The backward pass reaches a block when the gradient of its output is there."""
     for tensor in output if isinstance(output, tuple) else (output,):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
+            # Module hooks for the backward pass miss blocks whose inputs need no gradient.
             tensor.register_hook(lambda _: live.enter((*block, _BACKWARD)))
 
 

@@ -23,8 +23,8 @@ from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.quiet import only_errors
 
 FIELD = "actor_rollout_ref.model.path"
+# Folders ORGANISATION/NAME of configuration files. Their README names the sources.
 SHIPPED = Path(__file__).with_name("pipelines")
-"""Folders ``ORGANISATION/NAME`` of configuration files. Their README names the sources."""
 
 
 class PlanError(ValueError):
@@ -50,6 +50,7 @@ class FakePipeline:
         if self.class_name not in FAMILIES:
             raise PlanError(f"{FIELD}: {path} is a {self.class_name}; what can be planned: {', '.join(FAMILIES)}")
         refuse_two_transformers(path, index)
+        # Schedules and grids are real tensors that meet fake ones.
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         """The mode under which the networks were built and must be run."""
         networks = {
@@ -81,6 +82,7 @@ class FakePipeline:
                 f"{FIELD}: {self.path}: {name}/config.json gives no {class_name} ({type(error).__name__}: "
                 f"{one_line(error, 200)}); is it another's?"
             ) from error
+        # Frozen as in training, where the LoRA alone has gradients.
         return network.requires_grad_(False).eval()
 
     def _adapter(self, index: dict[str, Any]) -> Any:
@@ -91,6 +93,7 @@ class FakePipeline:
         parts = dict.fromkeys(pipeline_class._get_signature_types())
         parts |= {name: index[name] for name in parts if not isinstance(index.get(name, []), list)}
         parts |= {"transformer": self.transformer, "vae": self.vae}
+        # Noise levels do not change memory, and the saved scheduler may need files.
         parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler()
         # Some pipelines cast the VAE, which fake tensors refuse and tensors on the meta device allow.
         replace_tensors(self.vae, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))

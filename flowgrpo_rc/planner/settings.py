@@ -80,6 +80,7 @@ class PlannedRun:
 
     def images_of_mini_batch(self, gpus: int) -> int:
         """Images that one GPU brings to an optimizer step."""
+        # A plan for more GPUs than images still needs a row to measure.
         return max(1, self.actor.ppo_mini_batch_size * self.rollout.n // gpus)
 
     def micro_rows(self, gpus: int) -> int:

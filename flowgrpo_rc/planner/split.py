@@ -48,6 +48,7 @@ def taking_turns(run: PlannedRun) -> PlannedRun:
 def one_ahead(run: PlannedRun, trainers: int, engines: int) -> PlannedRun:
     """The run with engines on the GPUs after the trainer's."""
     devices = [f"cuda:{trainers + i}" for i in range(engines)]
+    # An engine with a GPU to itself has no reason to sleep.
     awake = replace(run.rollout.vllm_omni, sleep=False)
     placed = {"placement": "process", "devices": devices, "engines": 1, "ahead": 1}
     return run.with_rollout(**placed, gather_weights=False, vllm_omni=awake)
@@ -72,6 +73,7 @@ def split_seconds(flops: StepFlops, run: PlannedRun, gpus: Gpus, trainers: int, 
     images = run.images_of_batch(trainers)
     at_once = run.sampled_at_once(trainers)
     of_each = engines // trainers
+    # Engines draw whole micro-batches, so the last round may be partly empty.
     rounds = -(-images // (at_once * of_each))
     most = min(images, rounds * at_once)
     one = Gpus(1, gpus.gigabytes)
@@ -92,6 +94,7 @@ def best_split(
     """
     found = []
     for count in trainers:
+        # Every trainer process needs an engine of its own to draw for it.
         if not 1 <= count <= gpus.count - count or not _shares_evenly(plan.run, count):
             continue
         run = one_ahead(plan.run, count, gpus.count - count)

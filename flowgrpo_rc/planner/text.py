@@ -10,8 +10,8 @@ from flowgrpo_rc.planner.split import best_split, taking_turns, turns_seconds
 from flowgrpo_rc.planner.work import StepFlops, step_flops, step_time
 
 _WIDTH = 46
+# Share of a step's time by which a split must be faster to count as faster: plans are no more exact.
 NOTABLE = 0.01
-"""Share of a step's time by which a split must be faster to count as faster: plans are no more exact."""
 
 
 def describe(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int] = (), reward: float = 0.0) -> str:
@@ -27,6 +27,7 @@ def describe(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int] = (), reward:
     lines += [_verdict(memory, gpus), *_micro_batch(plan, gpus), *_changes(changes, gpus, memory), ""]
     changed = plan
     if changes:
+        # The split is compared for the run that fits, not for the one that was given.
         changed = copy(changes[-1].plan)
         changed.run = changes[-1].run
     return "\n".join([*lines, *_time(plan, gpus), *_split(changed, gpus, trainers, reward)])
@@ -101,6 +102,7 @@ def _verdict(memory: Memory, gpus: Gpus) -> str:
 
 def _micro_batch(plan: MemoryPlan, gpus: Gpus) -> list[str]:
     largest = plan.largest_micro_batch(plan.run, gpus)
+    # Then weights alone are too many, and the changes below have to help.
     if not largest:
         return ["No micro-batch fits, not even one row"]
     return [f"Largest micro-batch that fits: ppo_micro_batch_rows={largest}"]
@@ -156,6 +158,7 @@ def _split(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int], reward: float)
         return [
             f"Turns or split: taking turns does not fit; {sides} do: {split.total:.1f} s a step ({counted}): {settings}"
         ]
+    # Plans err by more than the last digit, so a small gain is none.
     if split.total < (1 - NOTABLE) * turns:
         return [
             f"Turns or split: a split takes {1 - split.total / turns:.0%} less time than taking turns ({turns:.1f} s a "

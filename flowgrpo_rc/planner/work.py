@@ -48,6 +48,7 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     images = run.prompts * rollout.n
     window = run.steps_of_window
     rows = run.micro_rows(1)
+    # Per row, since passes are linear in their rows.
     forward = plan.actor.forward(rows).forward_flops / rows
     decode = plan.actor.decode(1).forward_flops
     update = plan.actor.update(rows, recompute=plan.recomputes(run), accumulates=False)
@@ -75,6 +76,7 @@ def seconds_at_peak(flops: StepFlops, run: PlannedRun, device_name: str) -> floa
     actor = peak_flops(device_name, run.actor_precision)
     if engine is None or actor is None:
         return None
+    # Utilisation is that of the trainer's devices, which do not draw then.
     drawn = 0.0 if run.rollout.is_elsewhere else flops.rollout
     return drawn / engine + (flops.score + flops.update) / actor
 

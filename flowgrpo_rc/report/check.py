@@ -20,15 +20,15 @@ class Measurement:
     """A remedy that replaces the check's own."""
 
 
+# Returns None if the rows hold nothing to measure.
 Measure = Callable[[History], Measurement | None]
-"""Returns None if the rows hold nothing to measure."""
 
+# Replaces a check's own advice, which would change nothing in the updates.
 WEIGHTS_ONLY_DIAGNOSE = (
     "Weights only diagnose in bypass mode with PPO: see to the findings on the gap, or set rollout_is=null."
 )
-"""Replaces a check's own advice, which would change nothing in the updates."""
+# The same limits as for SDE steps.
 AS_SDE = HealthyRange()
-"""The same limits as for SDE steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,7 @@ class Check:
 
     def __post_init__(self) -> None:
         if self.tokens is AS_SDE:
+            # The class is frozen; most checks have one limit for both.
             object.__setattr__(self, "tokens", self.sde)
 
     def limits_for(self, history: History) -> HealthyRange | None:
@@ -68,6 +69,7 @@ class Check:
     def run(self, history: History) -> Finding | None:
         """The finding; None if there is nothing to measure."""
         limits = self.limits_for(history)
+        # Limits in nats per dimension mean nothing for log-probs in another unit.
         if limits is None or (self.of_densities and history.cps):
             return None
         found = self.measure(history)
@@ -76,6 +78,7 @@ class Check:
         level, limit = limits.judge(found.value)
         advice = found.advice or self.advice_for(history)
         if self.of_weights and not history.weights_act:
+            # A weight that enters no loss cannot spoil a run.
             level = WATCH if level == PROBLEM else level
             advice = WEIGHTS_ONLY_DIAGNOSE
         return Finding(
@@ -130,6 +133,7 @@ def against_clip(history: History, series: Series | None, what: str) -> Measurem
     ``what`` names the series; ``{metric}`` in it is replaced by its metric.
     """
     width = history.clip_width
+    # Elsewhere the clip is centred at the actor, and the gap does not use it up.
     if series is None or not width or not history.clips_at_the_engine:
         return None
     value = series.mean / width

@@ -13,6 +13,7 @@ def rejected(history: History) -> Measurement | None:
     """The share of steps or tokens that rejection removed."""
     found = recent_mean("rollout_corr/rollout_rs_masked_fraction")(history)
     kept = history.recent("actor/kept_fraction")
+    # In bypass mode the rows may have the kept share alone.
     if found is not None or kept is None:
         return found
     value = 1 - kept.mean
@@ -38,6 +39,7 @@ def weights_at_the_bound(history: History) -> Measurement | None:
     if largest is None or importance is None:
         return None
     bound = importance.upper
+    # A truncated weight equals its bound up to rounding.
     value = sum(v >= bound * (1 - 1e-6) for v in largest.values) / len(largest)
     says = f"the largest weight reached its bound {number(bound)} in {number(value)} of the batches"
     return Measurement(value, largest.metric, largest.span, f"{says} {span_words(largest.span)}")

@@ -15,8 +15,9 @@ from flowgrpo_rc.report.check import Check, Measurement, against_clip, recent_ma
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import WINDOW, History
 
+# Mean |log pi_actor - log pi_engine|: with equal weights, in bypass mode before the update, or as corrected.
 GAP = ("rollout_sync/engine_gap_abs_mean", "actor/log_ratio_abs_mean_first", "rollout_corr/logprob_abs_diff_mean")
-"""Mean |log pi_actor - log pi_engine|: with equal weights, in bypass mode before the update, or as corrected."""
+# The settings under which engine and actor compute the same in float32.
 FLOAT32 = {
     "actor_rollout_ref.rollout.dtype": "float32",
     "actor_rollout_ref.rollout.name": "diffusers",
@@ -24,9 +25,8 @@ FLOAT32 = {
     "actor_rollout_ref.model.dtype": "float32",
     "trainer.mixed_precision": "no",
 }
-"""The settings under which engine and actor compute the same in float32."""
+# A gap below this is float32 rounding; its growth means nothing.
 NOTHING = 1e-7
-"""A gap below this is float32 rounding; its growth means nothing."""
 
 
 def gap_at_the_worst_timestep(history: History) -> Measurement | None:
@@ -36,12 +36,14 @@ def gap_at_the_worst_timestep(history: History) -> Measurement | None:
     steps = next((by_timestep[name] for name in names if name in by_timestep), None)
     if steps is None or (history.mode is not None and history.mode.diffusion_loss.clip_ratio == "auto"):
         return None
+    # The mean over timesteps hides one that is clipped entirely.
     timestep, series = max(steps.items(), key=lambda item: item[1].mean)
     return against_clip(history, series, f"the gap at timestep {timestep:g}")
 
 
 def gap_growth(history: History) -> Measurement | None:
     """The gap now over the gap of the first steps. Without rescoring, staleness would count as gap, so no lag then."""
+    # Only rescoring under equal weights separates the engine's gap from staleness.
     names = [GAP[0]]
     if not history.staleness:
         names.append(GAP[1] if history.bypasses else GAP[2])
@@ -50,6 +52,7 @@ def gap_growth(history: History) -> Measurement | None:
     if series is None or last is None or len(series) < 2 * WINDOW:
         return None
     first = series.part(0, WINDOW)
+    # Growth from rounding to rounding may be a large factor.
     if first.mean < NOTHING:
         return None
     says = f"{series.metric} went from {number(first.mean)} to {number(last.mean)} {span_words(series.span)}"
@@ -83,6 +86,7 @@ def clipped_first(history: History) -> Measurement | None:
     limit = history.objective.limit
     if not history.has_limit:
         return None
+    # The metric is the share itself, and rescoring logs the same share in decoupled mode.
     if limit.share_per_metric == 1:
         return recent_mean(limit.share_metric, "rollout_sync/outside_clip")(history)
     series = history.recent(limit.share_metric)

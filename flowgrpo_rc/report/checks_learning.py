@@ -11,13 +11,13 @@ from flowgrpo_rc.report.check import Check, Measurement, recent_mean, span_words
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import REWARD, History, Series, finite
 
+# Standard errors that a fall must exceed: then one in 100 runs of 12 steps that only scatter is a false alarm, one
+# in 1000 of 60 steps.
 SIGNIFICANT = 3.0
-"""Standard errors that a fall must exceed: then one in 100 runs of 12 steps that only scatter is a false alarm, one in
-1000 of 60 steps."""
+# Least scatter of one evaluation, in standard deviations of a batch.
 EVALUATION = 0.1
-"""Least scatter of one evaluation, in standard deviations of a batch."""
+# Training steps that a trend needs: four in each third.
 ENOUGH = 12
-"""Training steps that a trend needs: four in each third."""
 
 
 def scatter(values: tuple[float, ...]) -> float:
@@ -29,6 +29,7 @@ def scatter(values: tuple[float, ...]) -> float:
 
 def reward_unit(history: History, series: Series) -> float:
     """The rewards' standard deviation within a batch, the unit of falls; without it, the rewards' own size."""
+    # Falls are comparable between rewards only in units of their spread within a batch.
     within = history.series("reward/std")
     if within is not None:
         return within.mean or 1.0
@@ -52,6 +53,7 @@ def reward_fall(history: History) -> Measurement | None:
     *before, last = parts
     best = max(before, key=lambda part: part.mean)
     error = scatter(series.values) * math.sqrt(1 / len(best) + 1 / len(last))
+    # Noise alone makes the best third better than the last.
     fall = best.mean - last.mean
     ends = f"from {number(best.mean)} (steps {best.span[0]}-{best.span[1]}) to {number(last.mean)} "
     ends += f"(steps {last.span[0]}-{last.span[1]})"
@@ -75,6 +77,7 @@ def held_out_fall(history: History) -> Measurement | None:
     earlier = [series.part(i, i + few) for i in range(len(series) - 2 * few + 1)]
     best = max(earlier, key=lambda part: part.mean)
     unit = reward_unit(history, series)
+    # Few evaluations can agree by chance.
     error = max(scatter(series.values), EVALUATION * unit) * math.sqrt(2 / few)
     fall = best.mean - last.mean
     says = f"{series.metric} is {number(last.mean)} {span_words(last.span)}, at best {number(best.mean)} "
@@ -103,6 +106,7 @@ def gradient_jump(history: History) -> Measurement | None:
     recent = history.recent("actor/grad_norm")
     if series is None or recent is None or len(series) < ENOUGH:
         return None
+    # A mean would contain the jump itself.
     usual = median(series.values)
     if usual <= 0:
         return None
@@ -121,13 +125,13 @@ def policy_shift(history: History) -> Measurement | None:
     return Measurement(abs(series.mean) / width, series.metric, series.span, says)
 
 
+# The guard's figures in words, by the end of guard/alarm_....
 GUARDED = {
     CLIP: "samples outside the clip band before anything was learned",
     REJECTED: "samples rejected",
     ZEROED: "importance weights of 0",
     ENGINE_GAP: "engine and actor with equal weights",
 }
-"""The guard's figures in words, by the end of ``guard/alarm_...``."""
 
 
 def guard_alarms(history: History) -> Measurement | None:
@@ -135,6 +139,7 @@ def guard_alarms(history: History) -> Measurement | None:
     alarms = history.recent("guard/alarms")
     if alarms is None:
         return None
+    # Rows of a resumed run may hold alarms of its earlier mode, which is_raised ignores.
     causes = [name for name in GUARDED if history.is_raised(f"guard/alarm_{name}")]
     over = f": {', '.join(GUARDED[name] for name in causes)}" if causes else ""
     mode = history.mode_for_remedies
@@ -161,6 +166,7 @@ def not_finite(history: History) -> Measurement | None:
         names = ", ".join(dict.fromkeys(name for _, name in bad[:5]))
         says = f"{len(bad)} values are NaN or infinite, first at step {bad[0][0]}: {names}"
         return Measurement(float(len(bad)), bad[0][1], span, says)
+    # The last line of a killed run is often cut off, which is no problem by itself.
     if history.broken_lines:
         says = f"metrics.jsonl: {history.broken_lines} line(s) cut off or not readable"
         return Measurement(0.5, "metrics.jsonl", span, says)
@@ -206,8 +212,8 @@ def advice_on_alarms(history: History) -> str:
     return f"Do what the alarm said{more}."
 
 
+# Steps that the check on waiting needs: in the first, nothing has been drawn ahead yet.
 ENOUGH_AHEAD = 4
-"""Steps that the check on waiting needs: in the first, nothing has been drawn ahead yet."""
 AHEAD = "actor_rollout_ref.rollout.ahead"
 
 
@@ -217,6 +223,7 @@ def waiting(history: History) -> Measurement | None:
     waits = history.recent("perf/trainer_waits")
     if busy is None or waits is None or len(busy) < ENOUGH_AHEAD:
         return None
+    # Both sides of one split wait at different times, so both shares count.
     idle = 1 - busy.mean
     says = f"engines were idle {idle:.0%} of the time, the trainer waited for images {waits.mean:.0%} of it, "
     says += span_words(busy.span)

@@ -10,10 +10,10 @@ from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.panel import SETTINGS, Panel, draw_panel
 from flowgrpo_rc.report.panels import logged_panels
 
+# Inches; small, so that the text is still legible if the picture fills a phone's width.
 SIZE = (4.3, 2.75)
-"""Inches; small, so that the text is still legible if the picture fills a phone's width."""
+# Pixels; a larger picture is scaled down, so that the page stays small enough to mail.
 LONGEST_SIDE = 4096
-"""Pixels; a larger picture is scaled down, so that the page stays small enough to mail."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ class HealthyRange:
 
     def judge(self, value: float) -> tuple[str, float | None]:
         """The level, and the limit that was passed, or else the nearest one."""
+        # The problem's limits lie outside the healthy ones, so they are tested first.
         for level, low, high in ((PROBLEM, self.problem_low, self.problem_high), (WATCH, self.low, self.high)):
             if low is not None and value < low:
                 return level, low

@@ -10,8 +10,8 @@ from flowgrpo_rc.report.checks_learning import LEARNING_CHECKS, LOG_CHECK
 from flowgrpo_rc.report.finding import LEVELS, Finding
 from flowgrpo_rc.report.history import History
 
+# Causes before effects: among findings of one level, the first is the one to begin with.
 CHECKS: tuple[Check, ...] = (LOG_CHECK, *GAP_CHECKS, *CORRECTION_CHECKS, *LEARNING_CHECKS)
-"""Causes before effects: among findings of one level, the first is the one to begin with."""
 
 
 def check_health(

@@ -18,19 +18,19 @@ from flowgrpo_rc.gap.safety import USUAL_MODE, remedy
 from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective
 from flowgrpo_rc.sde.types import SDE_TYPES
 
+# Training steps that count as recent: enough that one unlucky batch raises no alarm.
 WINDOW = 10
-"""Training steps that count as recent: enough that one unlucky batch raises no alarm."""
 
+# A metric of one timestep: rollout_corr/logprob_abs_diff/ts_666.667, .../t500, ..._t500.
 TIMESTEP = re.compile(
     r"^(?P<metric>(?:actor|rollout_corr|rollout_sync)/.+?)[/_](?:ts|timestep|t)_?(?P<t>\d+(?:\.\d+)?(?:e[+-]?\d+)?)$"
 )
-"""A metric of one timestep: ``rollout_corr/logprob_abs_diff/ts_666.667``, ``.../t500``, ``..._t500``."""
 
+# Larger values count as infinite, since their squares are; for the same reason values below its inverse count as 0.
 LARGEST = 1e150
-"""Larger values count as infinite, since their squares are; for the same reason values below its inverse count as 0."""
 CORRECTION = "rollout_corr/"
+# Training reward: here, and in verl.
 REWARD = ("reward/mean", "critic/rewards/mean", "critic/score/mean")
-"""Training reward: here, and in verl."""
 LOSS = "actor_rollout_ref.actor.diffusion_loss"
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -89,6 +89,7 @@ class History:
         self.config = config
         self.timeline = timeline
         self.broken_lines = broken_lines
+        # Two runs in one folder, or a restored log, may leave rows out of order.
         steps = _steps(rows)
         trained_at = [step for step, row in zip(steps, rows, strict=True) if _trained(row)]
         highest = itertools.accumulate(trained_at, max)
@@ -108,6 +109,7 @@ class History:
         """Step, metric and value of everything logged that is no finite number."""
         self._columns: dict[str, dict[int, float]] = {}
         self._read_columns()
+        # Checks and panels read the same metrics.
         self._series = functools.cache(self._read)
 
     def _read_columns(self) -> None:
@@ -138,6 +140,7 @@ class History:
         metric = name
         by_actor = self._columns.get(f"actor/{name}", {}) if name.startswith(CORRECTION) else {}
         if by_actor:
+            # The guard changes the mode during a run, and with it the name.
             column = dict(sorted({**by_actor, **column}.items()))
         if not column:
             return None
@@ -152,6 +155,7 @@ class History:
         A metric that is logged at intervals gets a window of twice its own spacing.
         """
         places = [self._place[step] for step in steps if step in self._place]
+        # The median ignores a single long pause, as after a resume.
         spacing = median(b - a for a, b in itertools.pairwise(places)) if len(places) > 1 else 1
         window = max(WINDOW, math.ceil(2 * spacing)) if spacing > 1 else WINDOW
         start = self.trained[-window:][0] if self.trained else self.steps[0]
@@ -195,6 +199,7 @@ class History:
     @property
     def sde(self) -> bool:
         """Log-probs are those of SDE steps (means over latent dimensions), not of tokens."""
+        # verl's rows of tokens have neither of the two.
         return self.setting(f"{ROLLOUT}.algo.sde_type") is not None or any(
             name.startswith("rollout_sync/") or TIMESTEP.match(name) for name in self.names
         )
@@ -218,12 +223,14 @@ class History:
         known = {field.name for field in fields(DiffusionLossConfig)}
         options = {key: as_number(value) for key, value in loss.items() if key in known}
         try:
+            # Warnings about a dialect were given when the run started.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return ModeInForce(
                     RolloutCorrectionConfig.from_dict(resolved if isinstance(resolved, Mapping) else correction),
                     DiffusionLossConfig(**options),
                 )
+        # The report must also serve runs of other versions, whose options this one does not know.
         except (AttributeError, TypeError, ValueError):
             return None
 
@@ -300,6 +307,7 @@ class History:
         configured = isinstance(section, Mapping) and any(key.startswith("clip_ratio") for key in section)
         if self.mode is None or not configured:
             return None
+        # After a fallback a calibrated band is its lower bound, which is in the mode already.
         loss = self.mode.diffusion_loss
         if loss.clip_ratio == "auto":
             width = self.recent("actor/clip_ratio_auto_mean")

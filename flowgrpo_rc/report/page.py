@@ -19,13 +19,13 @@ from flowgrpo_rc.report.setting import headline, progress, settings
 from flowgrpo_rc.report.summary import key_numbers
 from flowgrpo_rc.run_folder import write_whole
 
+# First line of a page.
 DOCTYPE = "<!DOCTYPE html>"
-"""First line of a page."""
 WORDS = {OK: "Healthy", WATCH: "Watch", PROBLEM: "Problem"}
 SIGNS = {OK: "✓", WATCH: "!", PROBLEM: "✕"}
 PROBE_VERDICTS = {OK: "Safe", WATCH: "Not shown safe", PROBLEM: "Not safe"}
+# Columns of the probe's table after the timestep, with their keys.
 PROBE_COLUMNS = {"mean |l|": "abs_mean", "90 %": "abs_q90", "largest": "abs_max", "nats": "nats", "clipped": "clipped"}
-"""Columns of the probe's table after the timestep, with their keys."""
 
 
 def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[Finding]]:
@@ -156,6 +156,7 @@ def _metrics(history: History) -> list[list[str]]:
     rows = []
     for name in sorted(history.names):
         series = history.series(name)
+        # A rollout_corr/ name also finds the actor's metric, which has a row of its own.
         if series is not None and series.metric == name:
             values = (series.values[0], series.values[-1], min(series.values), max(series.values))
             rows.append([name, *map(number, values)])

@@ -20,6 +20,7 @@ ORANGE = "#c2570c"
 GREEN = "#2f855a"
 RED = "#b3261e"
 
+# Of matplotlib, for rc_context.
 SETTINGS: Any = {
     "text.color": INK,
     "axes.labelcolor": SOFT,
@@ -43,11 +44,10 @@ SETTINGS: Any = {
     "svg.fonttype": "path",
     "text.parse_math": False,
 }
-"""Of matplotlib, for ``rc_context``."""
+# Limits are red in every panel.
 LIMIT_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1.2}
-"""Limits are red in every panel."""
+# Points of a line in a picture, which is some 500 pixels wide; matplotlib takes minutes for a million.
 MOST_POINTS = 1000
-"""Points of a line in a picture, which is some 500 pixels wide; matplotlib takes minutes for a million."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Level:
 
 
 Value = TypeVar("Value")
+# A value, or a function that returns it for a run.
 ByRun: TypeAlias = Value | Callable[[History], Value]
-"""A value, or a function that returns it for a run."""
 
 
 def of_run(value: Any, history: History) -> Any:
@@ -159,6 +159,7 @@ class Panel:
 
     def draw(self, history: History, axes: Any) -> None:
         """Draw it on matplotlib axes, without title and legend."""
+        # All lines decide about the scale together.
         logged = self.logged(history)
         values = [value for _, series in logged for value in series.values]
         logarithmic = self.scale == "log" and min(values) >= 0 and max(values) > 0
@@ -177,6 +178,7 @@ class Panel:
         else:
             axes.ticklabel_format(axis="y", useOffset=False)
         if self.scale == "share":
+            # Limits count too, so that a limit is never outside the picture.
             top = max(value for drawn in axes.get_lines() for value in drawn.get_ydata())
             limit = next((limit for limit in (0.1, 0.25, 0.5) if top <= 0.9 * limit), 1.0)
             axes.set_ylim(-0.02 * limit, 1.02 * limit)
@@ -213,6 +215,7 @@ class TimestepPanel(Panel):
             axes.plot(list(steps), means, "o-", color=color, label=label, markersize=4)
         for level in of_run(self.levels, history):
             level.draw(axes)
+        # Sampling runs from large timesteps to small ones.
         axes.invert_xaxis()
         _use_log_scale(axes)
         axes.set(xlabel="timestep, from noise to image", ylabel=of_run(self.unit, history))

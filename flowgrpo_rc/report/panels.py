@@ -16,8 +16,8 @@ from flowgrpo_rc.rewards.names import STATISTICS
 THIN: dict[str, Any] = {"linewidth": 1}
 FAINT: dict[str, Any] = {"linewidth": 1, "alpha": 0.4}
 POINTS: dict[str, Any] = {"marker": "o", "markersize": 4}
+# Line styles of the rewards that a total is made of; of more than so many, the later ones are left out.
 PART_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (6, 3, 1, 3)))
-"""Line styles of the rewards that a total is made of; of more than so many, the later ones are left out."""
 
 
 CLIP_LINES = (
@@ -58,6 +58,7 @@ def _observer_lines(history: History) -> list[Line]:
 def _functions(history: History, prefix: str) -> list[str]:
     """The metrics under a prefix that are the mean of one reward function."""
     names = {name: name.removeprefix(prefix) for name in history.names if name.startswith(prefix)}
+    # Names with a slash are of timesteps or of a reward's own metrics.
     return [name for name, function in names.items() if function not in STATISTICS and "/" not in function]
 
 
@@ -73,6 +74,7 @@ def _gap_lines(history: History) -> list[Line]:
     if history.clips_at_the_engine:
         lines.append(Line(("actor/clip_ratio_auto_mean",), "clip band (auto)", RED, style=LIMIT_STYLE))
     else:
+        # In decoupled mode the gap before an update is that of the actor with itself.
         mean = mean[::-1]
         largest = largest[::-1]
     return [
@@ -118,6 +120,7 @@ def _log_ratio(history: History) -> str:
     return "|log ratio| per dimension" if history.sde and not history.cps else "|log ratio|"
 
 
+# In the page's order.
 PANELS: tuple[Panel, ...] = (
     Panel(
         title="Reward",
@@ -231,7 +234,6 @@ PANELS: tuple[Panel, ...] = (
         caption="By the host's clock; a GPU may still be at work on what a stage has queued.",
     ),
 )
-"""In the page's order."""
 
 
 def logged_panels(history: History) -> list[Panel]:

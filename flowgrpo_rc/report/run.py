@@ -64,6 +64,7 @@ def read_run(root: str | Path) -> Run:
     config, config_text = _config(folder.config)
     probe, notes = _probe(folder.root / "probe.json")
     timeline = read_rows(folder.timeline)[0] if folder.timeline.is_file() else []
+    # The first grid shows the untrained model, the last one the present.
     grids = list(folder.grids().values())
     return Run(
         root=folder.root,
@@ -103,6 +104,7 @@ def _probe(path: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return None, (f"{path.name} was left out: {one_line(error, 200)}.",)
+    # Another tool's file of that name must not break the page.
     if isinstance(content, dict) and {"steps", "overall", "advice"} <= content.keys():
         return content, ()
     return None, (f"{path.name} was left out: not what flowgrpo-rc probe writes.",)

@@ -10,6 +10,7 @@ def headline(findings: list[Finding], history: History) -> str:
     count = sum(f.level == level for f in findings)
     if level == OK and not history.trained:
         return "Nothing to judge yet"
+    # A healthy beginning is no healthy run.
     if level == OK and unfinished(history):
         return f"Healthy so far, {progress(history).partition(',')[0]}"
     if level == OK:

@@ -12,8 +12,8 @@ from flowgrpo_rc.report.panel import SETTINGS, draw_panel
 from flowgrpo_rc.report.panels import logged_panels
 from flowgrpo_rc.run_folder import write_whole
 
+# Inches of one panel; two of them stand side by side, as wide as a grid of samples.
 PANEL_SIZE = (5.25, 3.3)
-"""Inches of one panel; two of them stand side by side, as wide as a grid of samples."""
 DOTS_PER_INCH = 120
 
 
@@ -73,6 +73,7 @@ def write_plots(history: History, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     pictures = {folder / f"{panel.file}.png": [panel] for panel in panels}
     if panels:
+        # The overview is what a run's summary.png shows.
         pictures[folder / "overview.png"] = panels
     for path, shown in pictures.items():
         columns = min(2, len(shown))

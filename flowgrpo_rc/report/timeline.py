@@ -9,22 +9,22 @@ from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import History, finite
 from flowgrpo_rc.report.panel import BLUE, GREEN, INK, ORANGE, RED, SOFT, Panel
 
+# Number of steps shown.
 STEPS = 4
-"""Number of steps shown."""
+# Most lanes of engines.
 MOST_ENGINES = 12
-"""Most lanes of engines."""
+# Characters of a lane's name.
 LONGEST_NAME = 28
-"""Characters of a lane's name."""
+# The stage in which the trainer draws images, or waits for engines elsewhere.
 WAIT = "rollout"
-"""The stage in which the trainer draws images, or waits for engines elsewhere."""
+# An engine draws images.
 DRAW = "draw"
-"""An engine draws images."""
 PALE = "#c4ccd6"
 PURPLE = "#7b4fa3"
+# Colours of draws, by the version of their adapter in turn.
 OF_VERSIONS = (BLUE, "#6fa8dc", "#1d3f66")
-"""Colours of draws, by the version of their adapter in turn."""
+# Share of the picture's width below which a bar has no room for a number.
 NARROW = 0.025
-"""Share of the picture's width below which a bar has no room for a number."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class Lanes:
 
 def last_lanes(lines: Sequence[Mapping[str, Any]], steps: int = STEPS) -> Lanes | None:
     """The last steps of ``timeline.jsonl`` since the run was last started; ``None`` if there are none."""
+    # A killed run leaves lines without stages.
     usable = [line for line in lines if isinstance(line.get("step"), int) and _bars(line.get("stages"))]
+    # Clocks of different starts have different zeros.
     shown = [line for line in usable if line.get("started") == usable[-1].get("started")][-steps:]
     trainer = [bar for line in shown for bar in _bars(line["stages"])]
     if not trainer:
@@ -136,6 +138,7 @@ class TimelinePanel(Panel):
         for place, bars in enumerate([lanes.trainer, *lanes.engines.values()]):
             for bar in bars:
                 label, style = _look_of_work(bar) if place else _look_of_stage(bar, waits=self.engines_elsewhere)
+                # Work for the first step may begin before it.
                 begin = max(bar.begin, lanes.begin)
                 width = min(bar.end, lanes.end) - begin
                 if width > 0:

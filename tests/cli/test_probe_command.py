@@ -245,6 +245,7 @@ def test_a_disk_that_fills_meanwhile_costs_the_files_alone(probe, tmp_path, monk
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.run
 def test_rewards_are_ended_before_anything_is_measured(probe, monkeypatch):
     """A probe scores nothing, and the server of a reward model holds memory of the GPUs."""
     events = []

@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+# Numbers of a sketch: products of two are off by about 1/512 of the product of their norms.
 SKETCH = 1 << 18
-"""Numbers of a sketch: products of two are off by about 1/512 of the product of their norms."""
 
 
 class CountSketch:

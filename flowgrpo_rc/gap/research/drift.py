@@ -35,14 +35,14 @@ from flowgrpo_rc.gap.units import to_nats
 from flowgrpo_rc.loss import LossSums, diffusion_loss_sums
 from flowgrpo_rc.models.base import Conditioning
 
+# Groups of prompts whose gradients are summed apart, to separate their common part from chance. Host memory holds a
+# float32 copy of the adapter for each, and a few more while images are added.
 GROUPS = 8
-"""Groups of prompts whose gradients are summed apart, to separate their common part from chance. Host memory holds a
-float32 copy of the adapter for each, and a few more while images are added."""
+# Numbers that are multiplied in float64 at once.
 CHUNK = 1 << 20
-"""Numbers that are multiplied in float64 at once."""
 
+# Inputs of the loss besides log-probs, means and advantages.
 _SHARED_KEYS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.CLIP_WIDTHS, Key.ROLLOUT_RS_BOUNDS)
-"""Inputs of the loss besides log-probs, means and advantages."""
 
 
 @dataclass(frozen=True)

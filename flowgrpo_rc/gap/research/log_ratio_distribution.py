@@ -15,10 +15,10 @@ from torch import Tensor
 
 from flowgrpo_rc.gap.units import GapSample
 
+# Antithetic pairs of draws per image.
 PAIRS = 32
-"""Antithetic pairs of draws per image."""
+# Nats; below it the transitions agree to the rounding of their means, and the square root has no gradient.
 SMALLEST_KL = 1e-12
-"""Nats; below it the transitions agree to the rounding of their means, and the square root has no gradient."""
 
 
 def antithetic_noise(shape: tuple[int, ...], generator: torch.Generator) -> Float[Tensor, "..."]:
