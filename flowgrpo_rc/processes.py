@@ -33,15 +33,17 @@ from flowgrpo_rc.messages import one_line
 
 HEARTBEAT_S = 0.5
 """Seconds between two signs of life of a ``RemoteObject``."""
+# Seconds between two looks of a child's guard at the processes that it watches.
 _GUARD_S = 0.25
-"""Seconds between two looks of a child's guard at the processes that it watches."""
+# How much of a child's output is kept.
 _LOG_BYTES = 64 * 1024
-"""How much of a child's output is kept."""
+# Id of the first reply, which answers no call: the object has been made.
 _READY = 0
-"""Id of the first reply, which answers no call: the object has been made."""
+# Variables by which torchrun makes processes one group.
 _PROCESS_GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables by which torchrun makes processes one group."""
 _PACKAGE_ROOT = str(Path(__file__).parents[1])
+# -c puts the working folder first on the path, so the path is replaced before anything else is imported. The root comes
+# first for one import, since the child must run this package and not another copy of it.
 _PROGRAM = """\
 import sys
 sys.path[:] = [{root!r}, *{path!r}]
@@ -50,8 +52,6 @@ sys.path[:] = [*{path!r}, {root!r}]
 from flowgrpo_rc.processes import _run_child
 _run_child({descriptor}, {parent})
 """
-"""``-c`` puts the working folder first on the path, so the path is replaced before anything else is imported. The root
-comes first for one import, since the child must run this package and not another copy of it."""
 
 
 class ProcessLostError(RuntimeError):

@@ -184,8 +184,10 @@ def check_has_adapter(version: int) -> None:
 
 def batch_of(record: Mapping[str, Tensor], request: RolloutRequest) -> TensorDict | None:
     """The recorded steps of all images as a trajectory batch; ``None`` for a deterministic request."""
+    # A deterministic request has no transitions, and so nothing to learn from.
     if request.window_starts is None:
         return None
     batch = TensorDict(dict(record), batch_size=[len(request.prompt_index)])
+    # A copy: the batch outlives the request and is moved to the actor's device.
     batch[Key.PROMPT_INDEX] = request.prompt_index.clone()
     return batch

@@ -33,6 +33,7 @@ def build_engine(
     Raises:
         ImportError, ValueError, RolloutError: see ``check_placement`` and the engine; or one does not start.
     """
+    # An engine beside the actor needs no pool: the trainer's thread calls it.
     if not config.is_elsewhere:
         return resolve_name(ENGINES[config.name].engine).from_config(config, model, lora, device)
     return RolloutPool(
@@ -61,8 +62,11 @@ def build_engine_alone(rollout: RolloutConfig, model: ModelConfig, device: str) 
     """
     entry = ENGINES[rollout.name]
     loader = PipelineLoader(model.path, dtype=model.dtype, device=device)
+    # An engine that reads the weights itself would otherwise hold them twice.
     loaded = loader.model if entry.reads_weights else loader.load()
+    # The trainer sets this after loading, so it is not in the pipeline's files.
     loaded.batch_guidance = model.batch_guidance
+    # Without an actor beside it the engine may convert the weights in place, which halves its memory.
     options: dict[str, Any] = {"alone": True} if entry.takes_actors_transformer else {}
     return resolve_name(entry.engine).from_config(rollout, loaded, model, device, **options)
 
@@ -98,6 +102,7 @@ def check_placement(config: RolloutConfig, share: Share = ALONE) -> None:
         ImportError, ValueError: they cannot; names the field and the remedy.
     """
     if config.is_elsewhere:
+        # Both checks come before the model is loaded, which may take minutes.
         check_elsewhere(config)
         resolve_name(ELSEWHERE[config.placement].check)(config, share)
 

@@ -58,7 +58,7 @@ class RolloutAlgoConfig(Section):
     """``[first, stop)`` of the steps that the window may lie in. Null takes the whole schedule."""
 
     sample_strategy: Annotated[str, one_of(("random", "progressive"))] = "random"
-    """Where the window lies: ``random`` draws a place for every prompt, ``progressive`` slides it through the range."""
+    """Place of the window: ``random`` draws one for every prompt, ``progressive`` slides it through the range."""
 
     iters_per_group: PositiveInt = 1
     """With ``sample_strategy=progressive``, how many batches the window stays before it moves on by its own size."""
@@ -139,7 +139,7 @@ class ValPipelineConfig(Section):
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class ValAlgoConfig(Section):
-    """The section ``rollout.val_kwargs.algo``: the noise of validation, of which there is none."""
+    """The section ``rollout.val_kwargs.algo``: the noise of validation, which must be none."""
 
     section = f"{_HERE}.val_kwargs.algo"
 
@@ -201,8 +201,8 @@ class RolloutConfig(Section):
     section = _HERE
 
     name: Annotated[str, one_of(ENGINES)] = "diffusers"
-    """The engine: ``diffusers`` samples where ``placement`` says, ``vllm_omni`` always in a process of its own, which
-    runs vllm-omni."""
+    """The engine: ``diffusers`` samples in the place of ``placement``, ``vllm_omni`` always in a process of its own
+    that runs vllm-omni."""
 
     n: Annotated[int, Check(lambda n: n >= 2, "GRPO compares images of one prompt, so give at least 2")] = 16
     """How many images are drawn for every prompt. They are the group that advantages compare."""
@@ -246,9 +246,9 @@ class RolloutConfig(Section):
     it are refused. Null sets no bound."""
 
     placement: Annotated[str, one_of(PLACEMENTS)] = IN_TRAINER
-    """Where engines run: ``trainer`` has one beside the actor, on its device, and the two take turns; ``process`` has
-    processes of their own on this machine, one for each of ``devices``; ``ray`` has actors anywhere in a Ray cluster,
-    with the extra ``ray``."""
+    """Place of the engines: ``trainer`` has one beside the actor, on its device, and the two take turns; ``process``
+    has processes of their own on this machine, one for each of ``devices``; ``ray`` has actors anywhere in a Ray
+    cluster, with the extra ``ray``."""
 
     devices: list[str] | None = None
     """With ``placement=process``, the device of each engine, e.g. ``[cuda:2,cuda:3]``, which several trainer processes
@@ -357,7 +357,7 @@ class RolloutConfig(Section):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether engines have processes of their own that ``placement`` finds a place for."""
+        """True if engines run outside of the trainer's process by ``placement``."""
         return self.placement != IN_TRAINER
 
     @property
@@ -367,7 +367,7 @@ class RolloutConfig(Section):
 
     @property
     def window(self) -> SDEWindow:
-        """Where the stochastic steps may lie in the schedule.
+        """Range of the schedule's steps that the stochastic ones may lie in.
 
         Raises:
             ValueError: the window does not fit; names the field.

@@ -17,9 +17,11 @@ def engine_environment(*devices: str) -> dict[str, str]:
         ValueError: ``CUDA_VISIBLE_DEVICES`` lists no such GPU.
     """
     own = without_process_group(os.environ)
+    # vllm would report each start to its authors, and fill the output with progress.
     environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | own
     limit_spinning(environment)
     if not torch.accelerator.is_available():
+        # vllm cannot find out by itself that there is no accelerator.
         environment.setdefault("VLLM_TARGET_DEVICE", "cpu")
     gpus = [torch.device(device).index or 0 for device in devices if torch.device(device).type == "cuda"]
     if gpus:

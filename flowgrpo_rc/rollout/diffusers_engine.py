@@ -75,6 +75,7 @@ class DiffusersEngine:
         self._quantized = quantization is not None
         # A shared transformer has one attention backend, and the actor sets it.
         same_attention = (attn_backend or NATIVE) == (lora.attn_backend or NATIVE)
+        # Every difference in precision or kernels needs weights of its own.
         self._shares = not self._quantized and same_attention and _all_in(model.transformer, dtype)
         self.transformer: Any = model.transformer if self._shares or alone else _copy_transformer(model.transformer)
         if not self._shares:
@@ -85,7 +86,9 @@ class DiffusersEngine:
         self.adapter = "rollout" if "rollout" not in taken else f"rollout_{len(taken)}"
         """Name of the engine's adapter in ``transformer``."""
         attach_lora(self.transformer, model, lora, dtype=dtype, device=self._device, adapter=self.adapter)
+        # The engine never learns, and gradients of its adapter would go to the optimizer.
         self.transformer.requires_grad_(False).eval()
+        # Outside of a rollout the transformer is the actor's.
         activate(self.transformer, None)
         self._digest = HeldDigest()
         # Below every version, so that the engine refuses to draw before its first adapter.
@@ -130,6 +133,7 @@ class DiffusersEngine:
 
     def close(self) -> None:
         """Drop the engine's transformer if it is a copy, and its adapter alone from one that is shared."""
+        # A shared transformer goes on living with the actor.
         if self._shares and self.adapter in self._model.transformer.peft_config:
             self._model.transformer.delete_adapters(self.adapter)
         self.transformer = nn.Identity()
@@ -195,6 +199,7 @@ def _held_in(transformer: nn.Module, name: str, dtype: torch.dtype) -> torch.dty
 def _copy_transformer(transformer: nn.Module) -> nn.Module:
     """A second base model on the same storage."""
     # ``deepcopy`` takes objects in the memo as copied already, so that both models share the weights.
+    # Parameters are shared storage here; converting them later gives the copy its own.
     memo = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in transformer.parameters()}
     copied: Any = copy.deepcopy(transformer, memo)
     for adapter in list(getattr(copied, "peft_config", {})):
@@ -205,6 +210,7 @@ def _copy_transformer(transformer: nn.Module) -> nn.Module:
 def _convert(transformer: nn.Module, dtype: torch.dtype) -> None:
     """Bring a base model into ``dtype``, parameter by parameter, so that no second set of them is ever there."""
     for name, parameter in transformer.named_parameters():
+        # In place, so that no second set of all parameters ever exists.
         parameter.data = parameter.data.to(_held_in(transformer, name, dtype))
     for module in transformer.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -45,11 +45,13 @@ def _header(state: Mapping[str, Tensor]) -> bytes:
 
 def _bits(state: Mapping[str, Tensor]) -> Tensor:
     """All bytes in the order of the names; a copy on the tensors' device."""
+    # Bytes, because NaN differs from itself and -0 equals 0 as numbers.
     flat = [state[name].detach().reshape(-1).view(torch.uint8) for name in sorted(state)]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 
 def _digest(header: bytes, bits: Tensor) -> str:
     digest = hashlib.sha256(header + b"\n")  # no line of the header is empty, so this one ends it
+    # The only transfer of a digest.
     digest.update(bits.cpu().numpy().data)
     return digest.hexdigest()

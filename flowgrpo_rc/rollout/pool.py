@@ -43,8 +43,8 @@ LOSSES_OF_A_HANDLE = 2
 T = TypeVar("T")
 OnImages = Callable[[Tensor, Tensor], object]
 """Called with the rows of some images, and the images."""
+# Fields of an echo that belong to the rows of a chunk; the others agree between all chunks of a request.
 _FIELDS_OF_ROWS = ("request_id", "window_starts", "seeds")
-"""Fields of an echo that belong to the rows of a chunk; the others agree between all chunks of a request."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,16 @@ class _Adapter:
 class _Chunk:
     """Rows of a request that one engine draws in one call."""
 
+    # Position among the chunks of the request.
     number: int
-    """Position among the chunks of the request."""
+    # For these rows only.
     request: RolloutRequest
-    """For these rows only."""
     adapter: _Adapter
     rollout: "PendingRollout"
+    # Engines that were lost while they drew it.
     losses: int = 0
-    """Engines that were lost while they drew it."""
+    # In seconds of time.perf_counter.
     last_loss: float = -math.inf
-    """In seconds of ``time.perf_counter``."""
 
 
 @dataclass(eq=False)
@@ -110,12 +110,12 @@ class _Member:
     handle: RolloutHandle
     holds: _Adapter | None = None
     started: bool = False
+    # In a row, without a chunk drawn in between.
     losses: int = 0
-    """In a row, without a chunk drawn in between."""
+    # Reason why it is not used any more.
     given_up: str | None = None
-    """Reason why it is not used any more."""
+    # In seconds of time.perf_counter.
     last_answer: float = -math.inf
-    """In seconds of ``time.perf_counter``."""
     doing: Work | None = None
     done: list[Work] = field(default_factory=list)
 
@@ -134,8 +134,8 @@ class PendingRollout:
         self._request = request
         self._rows = rows
         self._on_arrival = on_arrival
+        # Number of chunks, from the first on, that were passed to on_arrival.
         self._arrived = 0
-        """Number of chunks, from the first on, that were passed to ``on_arrival``."""
         self._parts: list[Trajectories | None] = [None] * len(rows)
 
     def result(self, on_images: OnImages | None = None) -> Trajectories:
@@ -201,17 +201,19 @@ class RolloutPool:
         self.adapter_version = -1
         self._dtype = dtype
         self._chunk_size = micro_batch_size
+        # Guards everything below, and is notified of every change of it.
         self._changed = threading.Condition()
-        """Guards everything below, and is notified of every change of it."""
         self._chunks: deque[_Chunk] = deque()
+        # The adapter of requests that are submitted from now on.
         self._current: _Adapter | None = None
-        """The adapter of requests that are submitted from now on."""
+        # Reason why no chunk can be drawn any more.
         self._failure: Exception | None = None
-        """Reason why no chunk can be drawn any more."""
+        # Warnings for the thread that waits: a warning in an engine's thread might be lost, or end the thread.
         self._notices: list[str] = []
-        """Warnings for the thread that waits: a warning in an engine's thread might be lost, or end the thread."""
         self._closed = False
         self._members = [_Member(handle) for handle in handles]
+        # Threads suffice: they wait for other processes and compute nothing. As daemons they never keep a trainer
+        # alive.
         self._threads = [
             threading.Thread(target=self._serve, args=(member,), name=f"rollout {member.handle.name}", daemon=True)
             for member in self._members
@@ -238,6 +240,7 @@ class RolloutPool:
 
         Returns the adapter that they must hold. Each engine's digest is read back and checked.
         """
+        # From the actor's tensors, before anything is sent, so that a change on the way is found.
         held = HeldAdapter(version, self.digest_of(state))
         # Copies: the actor changes its tensors while they are sent, and pickling a view would send all of its storage.
         sent = to_host({name: tensor.detach().to(self._dtype) for name, tensor in state.items()})
@@ -272,6 +275,7 @@ class RolloutPool:
         """
         check_has_adapter(self.adapter_version)
         assert self._current is not None
+        # As an engine beside the actor splits a request, so that forwards have the same shapes.
         rows = torch.arange(len(request.prompt_index)).split(self._chunk_size)
         pending = PendingRollout(self, request, rows, on_arrival)
         chunks = [_Chunk(i, _chunk_of(request, part), self._current, pending) for i, part in enumerate(rows)]
@@ -293,6 +297,7 @@ class RolloutPool:
             self._closed = True
             self._chunks.clear()
             self._changed.notify_all()
+        # Side by side, because each handle may wait for its process for seconds.
         closing = [threading.Thread(target=member.handle.close, daemon=True) for member in self._members]
         for thread in closing:
             thread.start()
@@ -345,10 +350,12 @@ class RolloutPool:
         """Wait for the next task of this thread; ``None`` ends it."""
         with self._changed:
             while not (self._closed or self._failure or member.given_up):
+                # First of all: an engine that was lost needs a start before anything else.
                 if not member.started:
                     return partial(self._start, member)
                 if self._chunks:
                     return partial(self._draw, member, self._chunks.popleft())
+                # Only without chunks, so that a new adapter never delays the rollout before it.
                 if self._current is not None and member.holds is not self._current:
                     return partial(self._give, member, self._current)
                 self._changed.wait()
@@ -379,6 +386,7 @@ class RolloutPool:
             self._draw_with_adapter(member, chunk)
         except EngineLostError:
             with self._changed:
+                # In front, because the trainer waits for the chunks in order.
                 self._chunks.appendleft(chunk)
             raise
 
@@ -432,6 +440,7 @@ class RolloutPool:
             if self._closed:
                 return
             member.losses += 1
+            # A start that fails would most likely fail again, for minutes each time.
             if not member.started or member.losses >= LOSSES_OF_A_HANDLE:
                 member.given_up = one_line(error)
             member.holds = None
@@ -440,6 +449,7 @@ class RolloutPool:
             self._notices.append(f"rollout engine {member.handle.name} {fate}: {one_line(error)}")
             self._changed.notify_all()
         if member.given_up:
+            # The engine is lost already, and its remains must not hide why.
             with suppress(Exception):
                 member.handle.close()
         if all(m.given_up for m in self._members):
@@ -470,6 +480,7 @@ class RolloutPool:
 def _chunk_of(request: RolloutRequest, rows: Tensor) -> RolloutRequest:
     """The request for these rows, with their prompts only. Embeddings keep the padding of the whole request, so that
     an engine computes on the same shapes."""
+    # Embeddings of long prompts are the largest part of a request, so only those shown are sent.
     prompts, index = request.prompt_index[rows].unique(return_inverse=True)
     first = int(rows[0])
     starts = request.window_starts

@@ -49,8 +49,8 @@ class EngineProcess:
         self._timeouts = timeouts
         self._subject = subject
         self._explain = explain
+        # Held during a call.
         self._in_use = threading.Lock()
-        """Held during a call."""
         self._process: RemoteObject | None = None
         self._has_worked = False
         self._closed = False
@@ -83,6 +83,7 @@ class EngineProcess:
             try:
                 self._process.wait_until_ready(self._timeouts.start_timeout_s)
             except ProcessLostError as error:
+                # A positive code is an exception in Python; a signal is negative, and may come from a full memory.
                 failed = (self._process.exit_code or 0) > 0
                 raise self._loss(error, RolloutError if failed and not self._has_worked else EngineLostError) from None
             self._has_worked = True
@@ -107,12 +108,14 @@ class EngineProcess:
             except ProcessLostError as error:
                 raise self._loss(error, EngineLostError) from None
             except RemoteError as error:
+                # By name, since classes of the other process are not sent.
                 kind = AdapterMismatchError if error.kind == AdapterMismatchError.__name__ else RolloutError
                 raise kind(self._explain(str(error))) from None
 
     def close(self) -> None:
         """Let the process end, and end it; in the midst of a call end it at once. Harmless when it is gone."""
         self._closed = True
+        # Without the lock a call is in progress, and a polite end would have to wait for it.
         if self._process is not None and self._in_use.acquire(blocking=False):
             try:
                 self._process.close(self._timeouts.close_timeout_s)
@@ -128,6 +131,7 @@ class EngineProcess:
         assert self._process is not None
         if self._closed:
             return EngineLostError(f"{self._subject} {self.pid} was closed")
+        # Saved for a loss only: the end after a close is expected.
         log = self._process.save_output("rollout_engine_", self._explain)
         return kind(f"{self._subject} {self.pid} {error}; {log}")
 
@@ -190,6 +194,7 @@ def process_handles(
     Raises:
         ImportError, ValueError: as ``check_process``, ``ProcessHandle`` and the engine's own handle.
     """
+    # Numbers are unique on the machine, so that messages of several trainer processes stay apart.
     numbered = enumerate(_own_groups(rollout, share) or [(str(device),)])
     groups = {share.index + place * share.count: group for place, group in numbered}
     own = ENGINES[rollout.name].handle
@@ -214,4 +219,5 @@ def _own_groups(rollout: RolloutConfig, share: Share) -> list[tuple[str, ...]]:
             f"actor_rollout_ref.rollout.devices: has {len(groups)} engines for the {share.count} trainer processes of "
             "this machine; name at least one for each, or start fewer processes"
         )
+    # Dealt in turn, so that every trainer process has as many as the others, or one more.
     return groups[share.index :: share.count]

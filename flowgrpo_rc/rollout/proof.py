@@ -27,8 +27,8 @@ _SCHEDULE_CAUSE = (
 _ORDER_CAUSE = "the engine has mixed up its results; match them to requests by id, not by order of arrival"
 _GUIDANCE_CAUSE = "the engine ignored or renamed the setting, or left out the negative prompts"
 _NOISE_CAUSE = "the engine ignored actor_rollout_ref.rollout.algo"
+# Elements of each row that are tested for a narrow dtype.
 _SAMPLE = 1024
-"""Elements of each row that are tested for a narrow dtype."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def check_adapter(expected: HeldAdapter, version: int, digest: str) -> None:
 def check_echo(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
     """Check that the engine used the settings of the request and the actor's schedule."""
     cond = request.conditioning
+    # Without a negative prompt the scale has no effect, and engines report 1.
     true_cfg_scale = 1.0 if cond.negative is None else cond.true_cfg_scale
     stochastic = request.window_starts is not None
     _check("request id", echo.request_id, request.request_id, _ORDER_CAUSE)
@@ -120,6 +121,7 @@ def check_trajectories(request: RolloutRequest, trajectories: Trajectories, sche
         _check_shape(name, batch[name], window)
     for name in latents:
         _check_shape(name, batch[name], (*window, *batch[Key.LATENTS].shape[2:]))
+    # Each image has a window of its own, so the expected levels are gathered row by row.
     steps = request.window_starts[:, None] + torch.arange(request.window_size)
     expected = {
         Key.TIMESTEPS: schedule.timesteps[steps],
@@ -138,6 +140,7 @@ def check_starting_noise(request: RolloutRequest, trajectories: Trajectories, mo
     cond = request.conditioning
     latents = trajectories.batch[Key.LATENTS]
     for row in (request.window_starts == 0).nonzero().flatten().tolist():
+        # Only windows from the first step on record the starting noise.
         generator = torch.Generator().manual_seed(request.seeds[row])
         if not torch.equal(model.initial_noise(generator, cond.height, cond.width), latents[row, 0]):
             raise RolloutSyncError(
@@ -147,6 +150,7 @@ def check_starting_noise(request: RolloutRequest, trajectories: Trajectories, mo
 
 
 def _check_seeds(expected: list[int], got: list[int]) -> None:
+    # The same seeds in another order point to mixed-up results, not to other streams.
     if got != expected and sorted(got) == sorted(expected):
         row = next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)
         _refuse(f"seeds: the same in another order, first at row {row}", got[row], expected[row], _ORDER_CAUSE)
@@ -170,6 +174,7 @@ def _check_values(batch: TensorDict) -> None:
 def _check_width(name: str, flat: Tensor) -> None:
     """Check that no row went through a narrower dtype and back."""
     # Every element of such a row survives that dtype; of a float32 row hardly any does.
+    # A sample suffices: a row that was rounded once survives in every element.
     sample = flat[:, :: max(1, flat.shape[1] // _SAMPLE)]
     for dtype in (torch.bfloat16, torch.float16):
         rounded = (sample.to(dtype).float() == sample).all(1)
@@ -184,6 +189,7 @@ def _check_width(name: str, flat: Tensor) -> None:
 
 def _check(what: str, got: Any, expected: Any, cause: str) -> None:
     """Compare one setting of the echo; numbers may differ by a rounding."""
+    # Scales pass through float32 on their way, so that 7.1 may come back a rounding apart.
     numbers = isinstance(got, int | float) and isinstance(expected, int | float)
     if got == expected or (numbers and abs(got - expected) <= TOLERANCE * abs(expected)):
         return
@@ -192,6 +198,7 @@ def _check(what: str, got: Any, expected: Any, cause: str) -> None:
 
 def _check_floats(what: str, got: Tensor, expected: Tensor, cause: str) -> None:
     _check_shape(what, got, expected.shape)
+    # In float64, where the comparison itself rounds nothing.
     got = got.double().cpu()
     expected = expected.double().cpu()
     wrong = ~((got - expected).abs() <= TOLERANCE * expected.abs())  # NaN is wrong too

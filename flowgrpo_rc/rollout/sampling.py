@@ -37,9 +37,10 @@ class RequestSampler:
         self._sigmas = onto(schedule.sigmas, device)
         # Without a window no step is stochastic.
         self._window_size = 0 if request.window_starts is None else request.window_size
+        # Collected micro-batch by micro-batch for the echo.
         self._seeds: list[int] = []
+        # For each micro-batch, (N, b): the noise level of every step and image.
         self._noise_levels: list[Tensor] = []
-        """For each micro-batch, ``(N, b)``: the noise level of every step and image."""
 
     @torch.no_grad()
     def sample(self, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -54,9 +55,11 @@ class RequestSampler:
         """
         request = self._request
         cond = request.conditioning.rows(request.prompt_index[rows], self._device)
+        # Read from the conditioning that the velocity gets, not from the request's settings.
         self._true_cfg_scale = 1.0 if cond.negative is None else float(cond.true_cfg_scale)
         self._guidance_scale = cond.guidance_scale
         steps = len(self._timesteps)
+        # Any place serves for a window of size 0.
         starts = torch.zeros(len(rows), dtype=torch.long)
         if request.window_starts is not None:
             starts = request.window_starts[rows]
@@ -66,6 +69,7 @@ class RequestSampler:
         noise = onto(self._noise(rows, cond), self._device)
         record = WindowRecord(starts, self._window_size, steps, self._device)
         latents = noise[:, 0]
+        # The flags are on the host, so that the loop never waits for the device.
         for step, any_stochastic in enumerate(stochastic.any(1).tolist()):
             record.state(step, latents)
             t = self._timesteps[step].expand(len(rows))
@@ -83,10 +87,13 @@ class RequestSampler:
                 record.transition(step, (t, sigma, next_sigma, score))
                 if request.record_means:
                     record.means(step, distribution)
+        # The state after the last step, for windows that end with the schedule.
         record.state(steps, latents)
         finite = torch.isfinite(latents.flatten(1)).all(1)
+        # One transfer for records and flags, since each one waits for the device.
         kept = to_host({**record.tensors(), "finite": finite.float()})
         _check_finite(kept.pop("finite"), rows)
+        # Decoded after the check, because non-finite latents would end in an obscure error of the VAE.
         images = self._model.decode(latents, cond.height, cond.width)
         return images, WindowRecord.by_key(kept) if kept else {}
 
@@ -96,6 +103,7 @@ class RequestSampler:
         # call of its own, because one call for two draws gives other numbers.
         noise: list[Tensor] = []
         for row in rows.tolist():
+            # On the host: a device's generator gives other numbers for the same seed.
             generator = torch.Generator().manual_seed(self._request.seeds[row])
             self._seeds.append(generator.initial_seed())
             start = self._model.initial_noise(generator, cond.height, cond.width)
@@ -107,6 +115,7 @@ class RequestSampler:
         """The settings used for all images sampled so far."""
         noise_levels = torch.cat(self._noise_levels, dim=1)
         schedule = to_host({"timesteps": self._timesteps.float(), "sigmas": self._sigmas.float()})
+        # The window as the loop has used it, from the noise levels that were applied.
         stochastic = (noise_levels > 0).long()
         return Echo(
             request_id=self._request.request_id,

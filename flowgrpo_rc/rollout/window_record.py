@@ -26,6 +26,7 @@ class WindowRecord:
     """
 
     def __init__(self, starts: Int[Tensor, " b"], window_size: int, num_steps: int, device: torch.device) -> None:
+        # Made once before the loop, on the host, where indexing needs no synchronisation.
         columns = torch.arange(num_steps + 1)[:, None] - starts
         in_record = (columns >= 0) & (columns <= window_size)
         self._writes = in_record.any(1).tolist()
@@ -69,9 +70,11 @@ class WindowRecord:
         return found
 
     def _put(self, name: str, step: int, values: Tensor) -> None:
+        # Steps outside of every window write nothing.
         if not self._writes[step] or not self._window_size:
             return
         if name not in self._kept:
+            # One column more than there are states, for everything outside of the window.
             shape = (len(values), self._window_size + 2, *values.shape[1:])
             self._kept[name] = values.new_full(shape, torch.nan, dtype=torch.float32)
         # float32 in every engine, because the actor scores these numbers.

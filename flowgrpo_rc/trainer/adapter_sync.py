@@ -43,10 +43,10 @@ class AdapterSync:
         self._lag = lag
         # An engine in the trainer's process draws a batch when the trainer comes to it.
         self._ahead = ahead if isinstance(engine, RolloutPool) else 0
+        # Oldest first.
         self._known: deque[KnownAdapter] = deque(maxlen=lag + 1)
-        """Oldest first."""
+        # The adapter that the engine was given last; None for an average.
         self._given: KnownAdapter | None = None
-        """The adapter that the engine was given last; ``None`` for an average."""
         self.held = HeldAdapter(-1, "")
         """The adapter that images requested now must be drawn with."""
 
@@ -62,6 +62,7 @@ class AdapterSync:
 
     def restore(self, older: Mapping[int, dict[str, Tensor]]) -> None:
         """Take over ``older`` of the run that this one continues, before the first ``push``."""
+        # In order, because the oldest leaves first.
         self._known.extend(KnownAdapter(version, older[version]) for version in sorted(older))
 
     def push(self, version: int) -> None:
@@ -84,6 +85,7 @@ class AdapterSync:
             RolloutSyncError: see ``push``.
         """
         adapter = self._of_batch(step)
+        # With a lag, or for a batch that is submitted early, the engine may hold it already.
         if adapter is not self._given:
             self._give_known(adapter)
 
@@ -102,6 +104,7 @@ class AdapterSync:
         if not self._known or (averaged is None and self._given is self._known[-1]):
             yield
             return
+        # Rollouts in flight were requested with it, and the next ones need it again.
         before = self._given
         self._give(adapter_state(self._actor.transformer) if averaged is None else averaged, self._known[-1].version)
         self._given = None

@@ -89,6 +89,7 @@ class RolloutQueue:
             RolloutError: see the engine.
         """
         batch, held, pending = self._queue.popleft()
+        # A pool has drawn since the request; its adapter is the one of that time.
         if pending is not None:
             return pending.result(batch.scoring.take), held
         self._adapter.give_for(batch.step)

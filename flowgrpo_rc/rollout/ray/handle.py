@@ -28,8 +28,8 @@ from flowgrpo_rc.rollout.ray.actor import LIFE, EngineActor
 
 ADAPTERS = 2
 """How many adapters Ray's store keeps: with requests ahead, engines may still need the one before the newest."""
+# Seconds that an address is tried for. Ray itself tries for two minutes and then ends the process.
 _CONNECT_S = 10.0
-"""Seconds that an address is tried for. Ray itself tries for two minutes and then ends the process."""
 _HERE = "actor_rollout_ref.rollout"
 
 
@@ -90,8 +90,8 @@ class RayHandle:
         self._actor: Any = None
         self._has_worked = False
         self._closed = False
+        # Held during a call.
         self._in_use = threading.Lock()
-        """Held during a call."""
         cluster.users.add(self.name)
 
     def start(self) -> None:
@@ -151,6 +151,7 @@ class RayHandle:
                 f"no node of the Ray cluster had room for it within {limit:g} s: {cluster.describe_room()}"
             )
         self.place = self._result(where, limit, "starting")
+        # A method of its own, so that a full cluster and a broken model give different errors.
         loading = self._actor.load.remote(cluster.rollout, cluster.model, cluster.device, cluster.threads)
         # Loading a large model may keep the interpreter busy for longer than a silence may last.
         left = max(0.0, deadline - time.monotonic())
@@ -159,6 +160,7 @@ class RayHandle:
         except EngineLostError:
             raise
         except RolloutError as error:
+            # At the first start the settings are the cause; later the machine may be.
             raise (EngineLostError if self._has_worked else RolloutError)(str(error)) from None
 
     def _running(self) -> Any:
@@ -223,8 +225,8 @@ class _Cluster:
         self.users: set[str] = set()
         """Names of the handles that are not closed."""
         self._lock = threading.Lock()
+        # The last that were put into Ray's store, with their places there.
         self._adapters: list[tuple[Mapping[str, Tensor], Any]] = []
-        """The last that were put into Ray's store, with their places there."""
         address = _address(rollout)
         self._is_local = address is None
         _check_reachable(address)
@@ -237,6 +239,7 @@ class _Cluster:
             self._started_here = not ray.is_initialized()
             if self._started_here:
                 self._connect(address)
+        # No restarts by Ray: a new actor has no model, and the pool must know of the loss.
         actor: Any = self.ray.remote(concurrency_groups={LIFE: 1}, max_restarts=0)(EngineActor)
         self._actor = actor.options(num_gpus=rollout.ray.num_gpus, num_cpus=rollout.ray.num_cpus)
 
@@ -250,6 +253,7 @@ class _Cluster:
             for known, place in self._adapters:
                 if known is state:
                     return place
+            # Once for all engines, instead of once in every call.
             place = self.ray.put(dict(state))
             self._adapters = [*self._adapters[1 - ADAPTERS :], (state, place)]
             return place
@@ -258,6 +262,7 @@ class _Cluster:
         """Disconnect when no handle is left."""
         with self._lock:
             self.users.discard(user)
+            # A connection that the user made before is the user's to end.
             last = not self.users and self._started_here
             self._started_here = self._started_here and not last
         if last:
@@ -291,6 +296,7 @@ class _Cluster:
                 address=address or "local",
                 include_dashboard=None if address else False,
                 configure_logging=False,
+                # Outputs of engines would mix with the trainer's; Ray keeps them in its own logs.
                 log_to_driver=False,
             )
         except Exception as error:
@@ -316,6 +322,7 @@ def local_environment(device: Any) -> dict[str, str]:
     if "RAY_AUTH_MODE" not in environment and "ray" not in sys.modules:
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     device = torch.device(device)
+    # Ray would otherwise place an engine beside the trainer, whose memory is full.
     if device.type == "cuda":
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         every = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]

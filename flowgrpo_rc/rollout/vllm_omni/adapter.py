@@ -39,6 +39,7 @@ class AdapterPush:
 
 def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the adapter that ``attach_lora`` gives the actor, from the base model."""
+    # From the base model, because the engine is built before the actor has an adapter.
     layers = linear_layers(model.transformer)
     shapes: dict[str, tuple[int, ...]] = {}
     for name in target_layers(model.transformer, model, config):
@@ -67,6 +68,7 @@ def check_targets(layers: Iterable[str], takes_no_adapter: Sequence[str]) -> Non
 
 def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> dict[str, Tensor]:
     """``state`` as vllm-omni's layers hold it: in their dtype, with ``alpha / rank`` multiplied into the B matrices."""
+    # Rounded first and scaled then, as vllm does; the other order differs in the last bit.
     rounded = {name: tensor.to(dtype) for name, tensor in to_host(state).items()}
     return rounded | {name: tensor * scaling for name, tensor in rounded.items() if name.endswith(_B)}
 
@@ -83,6 +85,7 @@ def _digest_of(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) 
 def pairs(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """``{module: (A, B)}`` under the actor's names."""
     modules = sorted({name.removesuffix(_A).removesuffix(_B) for name in state})
+    # Half a pair would bind silently as a zero matrix.
     absent = [m + ending for m in modules for ending in (_A, _B) if m + ending not in state]
     if absent:
         raise AdapterMismatchError(f"the adapter does not bind: {absent[0]} is missing")

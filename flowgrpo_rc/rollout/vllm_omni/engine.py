@@ -62,13 +62,13 @@ class VllmOmniEngine:
         )
         self._digest_of = digest_rule(config, lora)
         self._sleeps = config.vllm_omni.sleep
+        # Bytes of the GPU in use before the last sleep and after.
         self._used = (0, 0)
-        """Bytes of the GPU in use before the last sleep and after."""
         self.adapter_version = -1
         self.restarts = 0
         """Number of starts after the first."""
+        # The last adapter, its version and its digest.
         self._pushed: tuple[dict[str, Tensor], int, str] | None = None
-        """The last adapter, its version and its digest."""
         self._handle.start()
 
     @classmethod
@@ -114,6 +114,7 @@ class VllmOmniEngine:
         """
         check_has_adapter(self.adapter_version)
         self._make_room()
+        # Unpickled tensors return to their device, which the engine's process may not see.
         sent = _on_host(request)
         drawn = self._twice(lambda: self._handle.generate(sent))
         if self._sleeps:
@@ -152,6 +153,7 @@ class VllmOmniEngine:
         self._handle.start()
         if self._pushed is not None:
             state, version, digest = self._pushed
+            # Before the call is repeated: a new process has no adapter, and would refuse to draw.
             again = self._handle.sync(state, version)
             if again != digest:
                 raise RolloutError(

@@ -20,8 +20,8 @@ from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
 from flowgrpo_rc.rollout.vllm_omni.server import Settings
 from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
 
+# Settings of torch's allocator for the trainer. vllm's allocator that can sleep refuses expandable segments.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Settings of torch's allocator for the trainer. vllm's allocator that can sleep refuses expandable segments."""
 
 
 class VllmOmniHandle:
@@ -55,6 +55,7 @@ class VllmOmniHandle:
         check_versions()
         pipeline = type(model.pipe).__name__
         _check_pipeline(pipeline, model)
+        # Everything below is checked here, because vllm-omni itself fails after minutes of loading.
         check_targets(target_layers(model.transformer, model, lora), PIPELINES[pipeline].takes_no_adapter)
         check_devices(*devices)
         if len(devices) > 1 and "cpu" in devices:
@@ -65,6 +66,7 @@ class VllmOmniHandle:
         environment = engine_environment(*devices)
         if config.vllm_omni.sleep:
             _check_can_sleep(devices)
+            # Only for sleep: without it the segments serve vllm as they serve the trainer.
             environment = {name: value for name, value in environment.items() if name not in _ALLOCATOR}
         self.name = f"vllm_omni {number} ({JOINED.join(devices)})"
         self.adapter_version = -1
@@ -105,6 +107,7 @@ class VllmOmniHandle:
         """As ``RolloutHandle.sync``; the digest is of vllm-omni's layers."""
         check_adapter_state(state, self.expected)
         push = AdapterPush(dict(state), version, self._lora.lora_rank, self._lora.lora_alpha)
+        # The version is set after the answer, so that a loss in between leaves the engine without an adapter.
         digest = self.process.call("sync", push)
         self.adapter_version = version
         return digest

@@ -30,6 +30,7 @@ def image_request(
         num_inference_steps=request.num_inference_steps,
         true_cfg_scale=cond.true_cfg_scale,
         guidance_scale=cond.guidance_scale,
+        # vllm-omni makes a generator from it; the pipeline takes only the seed back out.
         seed=int(request.seeds[row]),
         generator_device="cpu",
         lora_request=lora_request(adapter),
@@ -52,6 +53,7 @@ def assemble(request: RolloutRequest, results: Sequence[Any], adapter: int) -> T
             used different schedules.
     """
     size = len(request.prompt_index)
+    # Results arrive in the order in which batches finish.
     by_row: dict[int, tuple[Any, dict[str, Any]]] = {}
     for result in results:
         error = getattr(result, "error", None) or getattr(result, "error_message", None)
@@ -64,11 +66,13 @@ def assemble(request: RolloutRequest, results: Sequence[Any], adapter: int) -> T
                 f"not to {request.request_id} and {adapter}"
             )
         by_row[own["row"]] = result, own
+    # A row that is there twice would hide one that is missing.
     if sorted(by_row) != list(range(size)) or len(results) != size:
         raise RolloutError(f"vllm-omni returned rows {sorted(by_row)[:8]} of {size}")
     ordered = [by_row[row] for row in range(size)]
     echoes = [own["echo"] for _, own in ordered]
     first = echoes[0]
+    # Batches are drawn one after the other, so each could have used other settings.
     for row, echo in enumerate(echoes):
         same = all(getattr(echo, name) == getattr(first, name) for name in _SCHEDULE)
         if not (same and torch.equal(echo.sigmas, first.sigmas) and torch.equal(echo.timesteps, first.timesteps)):

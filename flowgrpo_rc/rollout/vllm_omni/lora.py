@@ -72,12 +72,14 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
     names = {engine_module(m, present): m for m in pairs(push.state)}
     held: dict[str, tuple[Tensor, Tensor]] = {}
     aliases: list[tuple[str, Any, Tensor, Tensor]] = []
+    # The first part of a name is the component; only the transformer has adapters.
     layers = {full_name.split(".", 1)[1]: layer for full_name, layer in manager._lora_modules.items()}
     # Gather all before checking any: a process that raises half-way would leave the others waiting.
     whole = {module: _whole_matrices(module, layer) for module, layer in layers.items()}
     for module, layer in layers.items():
         all_a, all_b = whole[module]
         for engine_name, slices in _slices(manager, module, layer):
+            # Slices without an adapter hold no part of it.
             if not any(layer._diffusion_lora_active_slices[i] for i in slices):
                 continue
             wide_a = [all_a[i] for i in slices]
@@ -139,6 +141,7 @@ def held_by_all(manager: Any, push: AdapterPush) -> tuple[int | None, str]:
     Raises:
         AdapterMismatchError: see ``held_adapter``; or they hold different adapters.
     """
+    # Collected instead of raised, so that every process reaches the gather below.
     fault = ""
     held: tuple[int | None, str] = (None, "")
     try:

@@ -99,6 +99,7 @@ class Rollout:
         check_plain_torch(self.transformer)
         dtype = torch_dtype(vae_dtype)
         if self.vae.dtype != dtype:  # some pipelines round it to the transformer's dtype
+            # Rounded weights cannot be converted back, so they are read again.
             exact = type(self.vae).from_pretrained(self.od_config.model, subfolder="vae", torch_dtype=dtype)
             self.vae.to(dtype).load_state_dict(exact.state_dict())
         self.model = self.family(self)
@@ -110,6 +111,7 @@ class Rollout:
 
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
         """One result a request, in the batch's order."""
+        # vllm-omni warms up with a batch that has no embeddings.
         if req.is_dummy_run():
             return [DiffusionOutput(output=torch.zeros(1, 3, 16, 16)) for _ in range(req.num_reqs)]
         device = next(self.transformer.parameters()).device
@@ -118,6 +120,7 @@ class Rollout:
         images, record = sampler.sample(torch.arange(req.num_reqs))
         # The server knows the pushed adapter, and fills in version and digest.
         echo = sampler.echo(adapter_version=-1, adapter_digest="")
+        # Read after sampling, so that a switch meanwhile is found.
         adapter = self.lora_manager._active_adapter_id
         return [
             DiffusionOutput(
@@ -144,6 +147,7 @@ def _replaced(module: Any, stand_ins: Mapping[str, Any]) -> Iterator[None]:
 
 def _name_fused_layers(transformer: Any) -> None:
     """Set the attribute by which vllm-omni's adapters find fused layers, on transformers without it."""
+    # Newer models declare fused layers by the first attribute, adapters read the second.
     fused: Mapping[str, Sequence[str]] = getattr(transformer, "packed_modules_mapping", {})
     if getattr(transformer, "stacked_params_mapping", None) is None:
         transformer.stacked_params_mapping = [
@@ -161,6 +165,7 @@ def _rollout_request(req: DiffusionRequestBatch, device: torch.device) -> tuple[
     """The batch as one request, and each image's own settings."""
     params = req.sampling_params_list
     own = [p.extra_args[EXTRA] for p in params]
+    # The batch is one call of the sampling loop, with one setting for all.
     if any(o[name] != own[0][name] for o in own for name in SHARED):
         raise RolloutError("vllm-omni put images of different rollouts into one batch")
     first = params[0]

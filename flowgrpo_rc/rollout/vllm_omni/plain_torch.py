@@ -17,8 +17,8 @@ CHOICE = ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm")
 """The function in which vllm chooses; its layers look it up after each loading."""
 UNCALLED = {"silu_and_mul": "silu_and_mul(Tensor! out, Tensor input) -> ()"}
 """Kernels that vllm's activations look up but do not call on a CPU, with torch's declarations."""
+# torch's error for a missing operator of vllm's compiled library _C (_moe_C, _C_cache_ops).
 _MISSING_KERNEL = re.compile(r"'_\w*C\w*' object has no attribute '(\w+)'")
-"""torch's error for a missing operator of vllm's compiled library ``_C`` (``_moe_C``, ``_C_cache_ops``)."""
 _REMEDY = "install the versions of constraints-vllm.txt, or set actor_rollout_ref.rollout.name=diffusers"
 
 
@@ -37,6 +37,7 @@ def keep_plain_torch() -> None:
             f"vllm cannot be kept on plain torch: this version has no {function}, so it would choose kernels by what "
             f"the processor offers, built or not; {_REMEDY} ({error})"
         ) from error
+    # Replaced in the module, since layers look it up there each time.
     setattr(module, function, _use_torch)
     _declare_uncalled()
 
@@ -48,6 +49,7 @@ def check_plain_torch(model: nn.Module) -> None:
         RuntimeError: names the first layer with another product.
     """
     for name, layer in model.named_modules():
+        # Layers of other kinds have no such attribute.
         product = getattr(layer, "cpu_linear", torch.nn.functional.linear)
         if product is not torch.nn.functional.linear:
             raise RuntimeError(
@@ -75,8 +77,8 @@ def _declare_uncalled() -> None:
             _DECLARATIONS.define(declaration)
 
 
+# Kept alive, because torch drops the declarations of a deleted library.
 _DECLARATIONS = torch.library.Library("_C", "FRAGMENT")
-"""Kept alive, because torch drops the declarations of a deleted library."""
 
 
 def _use_torch(layer: Any, remove_weight: bool) -> None:

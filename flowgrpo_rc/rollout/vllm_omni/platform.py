@@ -16,6 +16,7 @@ from flowgrpo_rc.rollout.vllm_omni.plain_torch import keep_plain_torch
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     """One CPU device, eager, attention by ``scaled_dot_product_attention``, products by plain torch."""
 
+    # The kind of platform that vllm-omni takes from a plugin.
     _omni_enum = OmniPlatformEnum.OOT
 
     @classmethod

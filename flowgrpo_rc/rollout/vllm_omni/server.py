@@ -71,19 +71,20 @@ class Server:
             init_timeout=settings.init_timeout_s,
             stage_init_timeout=settings.init_timeout_s,
         )
+        # The adapter in use.
         self._pushed: Any = None
-        """The adapter in use."""
+        # Its id in vllm-omni. Every push has a new one, since vllm-omni keeps the old adapter of a used id.
         self._adapter = 0
-        """Its id in vllm-omni. Every push has a new one, since vllm-omni keeps the old adapter of a used id."""
+        # Digest of the layers when it was bound.
         self._digest = ""
-        """Digest of the layers when it was bound."""
         self._ids = itertools.count(1)
         self._sleeps = config.vllm_omni.sleep
         self._asleep = False
+        # Bytes of the GPU in use before the last sleep and after.
         self._used = (0, 0)
-        """Bytes of the GPU in use before the last sleep and after."""
+        # Runs during calls only.
+        # vllm-omni's interface is asynchronous, while calls of the trainer come one at a time.
         self._loop = asyncio.new_event_loop()
-        """Runs during calls only."""
         self._run(self._worker("flowgrpo_prepare", settings.vae_dtype, settings.batch_guidance))
 
     def sync(self, push: Any) -> str:
@@ -120,6 +121,7 @@ class Server:
 
     async def _sleep(self) -> None:
         """Move the weights to the host's memory, if the engine sleeps."""
+        # A second sleep would be an error in vllm-omni.
         if not self._sleeps or self._asleep:
             return
         before = _bytes_in_use()
@@ -150,6 +152,7 @@ class Server:
         from flowgrpo_rc.models.lora import AdapterMismatchError
         from flowgrpo_rc.rollout.vllm_omni.lora import lora_request
 
+        # A new id even for the same version, because vllm-omni would keep the old tensors.
         new = next(self._ids)
         old = self._adapter
         try:
@@ -190,6 +193,7 @@ class Server:
             *(self._image(*image_request(request, row, self._adapter)) for row in range(len(request.prompt_index)))
         )
         sampled = assemble(request, results, self._adapter)
+        # Read after drawing: the digest is of the layers that have drawn.
         active, digest = await self._worker("flowgrpo_held", self._pushed)
         if active != self._adapter:
             raise RuntimeError(f"vllm-omni sampled with adapter {self._adapter} and then had {active} active")

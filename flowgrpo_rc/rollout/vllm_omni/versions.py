@@ -19,6 +19,7 @@ def check_versions() -> None:
         except PackageNotFoundError:
             wrong.append(f"{package} is not installed")
             continue
+        # Patch releases and local builds keep the internals that this package uses.
         if found.split("+")[0].split(".")[:2] != series.split("."):
             wrong.append(f"{package} is {found}")
     if wrong:
