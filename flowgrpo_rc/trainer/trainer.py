@@ -416,12 +416,12 @@ class FlowGRPOTrainer:
                 os.write(2, b"\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
 
     def _report_failure(self, error: Exception) -> None:
-        """Print the failed step and the remaining checkpoint before the traceback of an error that nobody foresaw."""
+        """Print the last step and the remaining checkpoint before the traceback of an error that nobody foresaw."""
         foreseen = type(error).__module__.startswith("flowgrpo_rc") or isinstance(error, OSError)
         if self._main and not foreseen:
             newest = self.checkpoints.newest_complete()
             then = f"{newest} remains; continue with trainer.resume_mode=auto" if newest else "there is no checkpoint"
-            print(f"Step {self.step + 1} of {self.run.total_steps} failed; {then}", file=sys.stderr)
+            print(f"The run failed after step {self.step} of {self.run.total_steps}; {then}", file=sys.stderr)
 
     # ------------------------------------------------------------------ shared
 
