@@ -7,10 +7,13 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.section import PositiveFloat, PositiveInt, Section, complaints
+
+T = TypeVar("T")
 
 
 @documented_fields
@@ -38,6 +41,14 @@ class HTTPOptions(Section):
     def problems(self) -> Iterator[str]:
         """A key in the place of the variable that holds it."""
         yield from complaints(check_key_name, "api_key_env", self.api_key_env)
+
+
+def own_fields_first(cls: type[T]) -> type[T]:
+    """Decorator of a dataclass that extends ``HTTPOptions``: its own fields come first in config.yaml."""
+    fields: dict[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    own = {name: field for name, field in fields.items() if name not in HTTPOptions.__dataclass_fields__}
+    cls.__dataclass_fields__ = {**own, **fields}  # type: ignore[attr-defined]
+    return cls
 
 
 def read_key(field_name: str, variable: str | None) -> str | None:

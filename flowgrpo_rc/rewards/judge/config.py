@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from flowgrpo_rc.checks import show
 from flowgrpo_rc.field_docs import documented_fields
-from flowgrpo_rc.rewards.http_options import HTTPOptions, check_url
+from flowgrpo_rc.rewards.http_options import HTTPOptions, check_url, own_fields_first
 from flowgrpo_rc.rewards.judge.questions import FORMS
 from flowgrpo_rc.rewards.names import METRIC_NAME
 from flowgrpo_rc.section import (
@@ -108,6 +108,7 @@ def read_questions(questions: Any) -> list[JudgeQuestion]:
 
 
 @documented_fields
+@own_fields_first
 @dataclass(kw_only=True, slots=True)
 class JudgeConfig(HTTPOptions):
     """The vision language model of the reward ``judge``, its server and its questions."""
