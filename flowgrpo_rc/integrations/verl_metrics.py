@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.log_ratios import row_mean
+from flowgrpo_rc.correction.numerics.log_ratios import row_mean, row_sum
 from flowgrpo_rc.correction.numerics.metrics import MetricTable
 from flowgrpo_rc.correction.numerics.reductions import DEVIATION, LEAST, MEAN, MOST, SAMPLE_DEVIATION
 from flowgrpo_rc.correction.plan import SAFETY_BOUND
@@ -45,7 +45,8 @@ def compute_is_metrics(
     weights = rollout_is_weights.double().reshape(valid.shape)
     raw = raw_rollout_is_weights.double().reshape(valid.shape)
     bounded = weights.clamp(min=0.0, max=upper)
-    table = MetricTable(valid, torch.ones_like(valid[:, 0]))
+    count = row_sum(valid)
+    table = MetricTable(valid, count, torch.ones_like(valid[:, 0]))
     table.elements("mean", MEAN, _masked(weights, valid))
     table.elements("std", DEVIATION, _masked(bounded, valid), _masked(bounded.square(), valid))
     if rollout_is == "sequence":
@@ -60,8 +61,8 @@ def compute_is_metrics(
         table.elements("min", LEAST, weights)
         table.elements("max", MOST, weights)
     if rollout_is_weights.dim() > 1:
-        judged = row_mean(_masked(raw, valid), valid)
-        _add_rows(table, row_mean(_masked(weights, valid), valid), judged, lower, upper, centre=1.0)
+        judged = row_mean(_masked(raw, valid), count)
+        _add_rows(table, row_mean(_masked(weights, valid), count), judged, lower, upper, centre=1.0)
     figures = table.figures(table.totals().tolist())
     count, total, squares = figures["std"].numbers
     mean_square = squares / count
@@ -104,8 +105,9 @@ def compute_rs_metrics(
     lower = rollout_rs_threshold_lower if apply_lower_threshold else -math.inf
     statistic = _masked(rs_statistic.double(), valid)
     inside = _masked(statistic.clamp(min=lower if apply_lower_threshold else 0.0, max=upper), valid)
-    rows = row_mean(statistic, valid) if per_sequence_values is None else per_sequence_values.flatten().double()
-    table = MetricTable(valid, seq_valid_mask)
+    count = row_sum(valid)
+    rows = row_mean(statistic, count) if per_sequence_values is None else per_sequence_values.flatten().double()
+    table = MetricTable(valid, count, seq_valid_mask)
     table.elements("mean", MEAN, statistic)
     table.elements("std", DEVIATION, inside, inside.square())
     of_units = table.rows if level == "sequence" else table.elements

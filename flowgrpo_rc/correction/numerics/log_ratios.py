@@ -26,6 +26,8 @@ class LogRatios(NamedTuple):
     log_ratio: Float[Tensor, "B T"]
     """``l``, not clamped."""
     valid: Bool[Tensor, "B T"]
+    sizes: Float[Tensor, " B"]
+    """``n_i``, the valid elements of each row, in float64."""
 
 
 def log_ratios(
@@ -38,7 +40,7 @@ def log_ratios(
     # Filled before the subtraction, since a NaN or an infinity at an invalid element must have no effect.
     p = log_prob.to(dtype).masked_fill(~valid, 0.0).contiguous()
     q = rollout_log_prob.to(dtype).masked_fill(~valid, 0.0).contiguous()
-    return LogRatios(p, q, p - q, valid.contiguous())
+    return LogRatios(p, q, p - q, valid.contiguous(), row_sum(valid))
 
 
 def clamp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -57,11 +59,12 @@ def excess(clamped: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return torch.expm1(clamped.double()).to(clamped.dtype)
 
 
-def k3(clamped: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """``r - 1 - l``."""
+def excess_and_k3(clamped: Float[Tensor, "*shape"]) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+    """``r - 1`` and ``k3 = r - 1 - l``."""
     # In float32 the difference would be rounding noise at |l| near 1e-4, where SDE steps are.
     exact = clamped.double()
-    return torch.expm1(exact).sub_(exact).to(clamped.dtype)
+    growth = torch.expm1(exact)
+    return growth.to(clamped.dtype), (growth - exact).to(clamped.dtype)
 
 
 def row_sum(values: Shaped[Tensor, "B T"]) -> Float[Tensor, " B"]:
@@ -69,6 +72,6 @@ def row_sum(values: Shaped[Tensor, "B T"]) -> Float[Tensor, " B"]:
     return values.sum(1).double()
 
 
-def row_mean(values: Shaped[Tensor, "B T"], valid: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+def row_mean(values: Shaped[Tensor, "B T"], count: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
     """``(1 / n_i) sum_t values`` in float64; 0 for a row without a valid element."""
-    return row_sum(values) / row_sum(valid).clamp(min=1.0)
+    return row_sum(values) / count.clamp(min=1.0)

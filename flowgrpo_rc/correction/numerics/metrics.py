@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, clamp, excess, k3, row_mean, row_sum, safe_exp
+from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, clamp, excess_and_k3, row_mean, row_sum, safe_exp
 from flowgrpo_rc.correction.numerics.moments import Figure
 from flowgrpo_rc.correction.numerics.reductions import (
     CHI_SQUARED,
@@ -44,12 +44,14 @@ class MetricTable:
 
     Args:
         valid: valid elements ``(B, T)``.
+        count: their number in each row ``(B,)``.
         rows: the rows that count ``(B,)``; a row without a valid element has 0 for every sum.
     """
 
-    def __init__(self, valid: Bool[Tensor, "B T"], rows: Bool[Tensor, " B"]) -> None:
-        self._invalid = ~valid
-        self._count = row_sum(valid)
+    def __init__(self, valid: Bool[Tensor, "B T"], count: Float[Tensor, " B"], rows: Bool[Tensor, " B"]) -> None:
+        # Added to values, infinity keeps invalid elements out of a minimum; cheaper than a selection.
+        self._away = torch.zeros_like(valid, dtype=torch.float32).masked_fill_(~valid, math.inf)
+        self._count = count
         self._rows = rows
         self._row_count = rows.double()
         self._sums: list[_Columns] = []
@@ -57,12 +59,11 @@ class MetricTable:
 
     def elements(self, name: str, reduction: Reduction, *values: Shaped[Tensor, "B ..."]) -> None:
         """A metric over the valid elements; a row's value counts as often as the row has elements."""
-        # Infinity keeps invalid elements out of the ends.
         if reduction is LEAST:
-            ends = [v.masked_fill(self._invalid, math.inf).amin(1) for v in values]
+            ends = [(v + self._away).amin(1) for v in values]
             self._ends.append(_Columns(name, reduction, ends))
         elif reduction is MOST:
-            ends = [-v.masked_fill(self._invalid, -math.inf).amax(1) for v in values]
+            ends = [-(v - self._away).amax(1) for v in values]
             self._ends.append(_Columns(name, reduction, ends))
         else:
             self.add(name, reduction, *self.element_sums(*values))
@@ -111,11 +112,10 @@ def diagnostics(table: MetricTable, x: LogRatios) -> None:
     """
     log_ratio = x.log_ratio
     gap = log_ratio.abs()
-    clamped = clamp(log_ratio)
-    e = excess(clamped)
-    training = -row_mean(x.log_prob, x.valid)
-    rollout = -row_mean(x.rollout_log_prob, x.valid)
-    difference = -row_mean(log_ratio, x.valid)
+    e, k3 = excess_and_k3(clamp(log_ratio))
+    training = -row_mean(x.log_prob, x.sizes)
+    rollout = -row_mean(x.rollout_log_prob, x.sizes)
+    difference = -row_mean(log_ratio, x.sizes)
     table.rows("training_ppl", MEAN, safe_exp(training))
     table.rows("training_log_ppl", MEAN, training)
     table.rows("rollout_ppl", MEAN, safe_exp(rollout))
@@ -126,7 +126,7 @@ def diagnostics(table: MetricTable, x: LogRatios) -> None:
     table.rows("log_ppl_diff_min", LEAST, difference)
     table.rows("ppl_ratio", MEAN, safe_exp(difference))
     table.elements("kl", MEAN, -log_ratio)
-    table.elements("k3_kl", MEAN, k3(clamped))
+    table.elements("k3_kl", MEAN, k3)
     table.elements("chi2_token", CHI_SQUARED, e, e * e)
     table.rows("chi2_seq", MEAN_EXCESS, safe_exp(row_sum(log_ratio)).square())
     table.elements("logprob_abs_diff_mean", MEAN, gap)
@@ -138,12 +138,11 @@ def weight_metrics(table: MetricTable, spec: ImportanceSampling, w: ImportanceWe
 
     A row's weight is its own, or for level ``token`` the mean of its elements' weights.
     """
-    valid = x.valid
-    empty = ~valid.any(1)
+    empty = x.sizes == 0
     if spec.level == "token":
-        row_weight = row_mean(w.weight, valid)
-        row_excess = row_mean(w.excess, valid).masked_fill(empty, -1.0)
-        ratio_excess = row_mean(w.ratio_excess, valid).masked_fill(empty, -1.0)
+        row_weight = row_mean(w.weight, x.sizes)
+        row_excess = row_mean(w.excess, x.sizes).masked_fill(empty, -1.0)
+        ratio_excess = row_mean(w.ratio_excess, x.sizes).masked_fill(empty, -1.0)
         low = ratio_excess < spec.reported_lower - 1.0
         high = ratio_excess > spec.upper - 1.0
     else:
@@ -186,9 +185,9 @@ def weight_metrics(table: MetricTable, spec: ImportanceSampling, w: ImportanceWe
 def normalization_columns(w: ImportanceWeights, x: LogRatios) -> list[Float[Tensor, " B"]]:
     """Numbers of each row that add up to the mean weight: 1, ``w`` and ``w - 1`` of its elements or of itself."""
     if w.weight.dim() == 2:
-        return [row_sum(x.valid), row_sum(w.weight), row_sum(w.excess)]
+        return [x.sizes, row_sum(w.weight), row_sum(w.excess)]
     # Rows without a valid element never count in the mean weight, not even in verl.
-    nonempty = x.valid.any(1).double()
+    nonempty = (x.sizes > 0).double()
     return [nonempty, w.weight, w.excess * nonempty]
 
 
@@ -220,7 +219,7 @@ def criterion_metrics(table: MetricTable, v: Verdict, x: LogRatios) -> None:
     if token:
         # A band that excludes a ratio of 1 moves the 0 of an invalid element.
         inside = inside.masked_fill(~x.valid, 0.0)
-        row = row_mean(v.values, x.valid)
+        row = row_mean(v.values, x.sizes)
         row_sides = (row.to(dtype) < v.lower, row.to(dtype) > v.upper)
     else:
         inside = inside.double()

@@ -11,19 +11,19 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.log_ratios import clamp, k3, row_mean, row_sum
+from flowgrpo_rc.correction.numerics.log_ratios import clamp, excess_and_k3, row_mean, row_sum
 from flowgrpo_rc.correction.plan import Criterion
 
 QUANTITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_ratio: log_ratio,
     "k2": lambda log_ratio: log_ratio * log_ratio / 2,
-    "k3": k3,
+    "k3": lambda log_ratio: excess_and_k3(log_ratio)[1],
 }
 """The quantity that a criterion bounds, as a function of the clamped ``l`` of one element."""
 AGGREGATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda values, valid: values,
     "seq_sum": lambda values, valid: row_sum(values),
-    "seq_mean": row_mean,
+    "seq_mean": lambda values, valid: row_mean(values, row_sum(valid)),
     # k2 and k3 are never negative, so that the 0 of an invalid element is no maximum.
     "seq_max": lambda values, valid: values.amax(1).double(),
 }

@@ -157,9 +157,9 @@ def _measure(
 ) -> tuple[metrics.MetricTable, metrics.MetricTable]:
     """Every metric of a plan; those of single criteria in a table of their own."""
     # verl leaves rows without a valid element out of a criterion's metrics and counts them in all others.
-    nonempty = x.valid.any(1)
-    of_criteria = metrics.MetricTable(x.valid, nonempty)
-    table = metrics.MetricTable(x.valid, torch.ones_like(nonempty) if plan.counts_empty_rows else nonempty)
+    nonempty = x.sizes > 0
+    of_criteria = metrics.MetricTable(x.valid, x.sizes, nonempty)
+    table = metrics.MetricTable(x.valid, x.sizes, torch.ones_like(nonempty) if plan.counts_empty_rows else nonempty)
     for verdict in rejection.verdicts:
         metrics.criterion_metrics(of_criteria, verdict, x)
     if plan.importance is not None and importance is not None:

@@ -59,7 +59,7 @@ def importance_weights(
         log_weight = clamp(log_ratio)
         has_weight = valid
     else:
-        total = row_sum(log_ratio) if spec.level == "sequence" else row_mean(log_ratio, valid)
+        total = row_sum(log_ratio) if spec.level == "sequence" else row_mean(log_ratio, row_sum(valid))
         # Compared with its bounds in the compute dtype, as an element is.
         log_weight = clamp(total.to(log_ratio.dtype))
         has_weight = valid.any(1)
