@@ -5,9 +5,9 @@
 The tiny Qwen-Image model on the CPU, a thread a process. Every placement draws the same rollouts in the same chunks,
 which are checked to be the same bits, so that the engines compute the same and what is left is the cost of the
 placement. CPU seconds are user and system time of the trainer and of all processes that it has started: engines, and
-with Ray its daemons and the process that speaks to it. Placements take turns, rollout by rollout, and the median is
-kept, so that other work on the machine falls on all of them; wall times are not compared, since they are about cores.
-Bytes are those of the trainer's pipes: what Ray itself sends between nodes comes on top.
+with Ray its daemons. Placements take turns, rollout by rollout, and the median is kept, so that other work on the
+machine falls on all of them; wall times are not compared, since they are about cores.
+Bytes are of the pipes to local engines; Ray sends its own way.
 ``cpu_s_per_gb`` is what sending a gigabyte to one engine costs, measured with a tensor that no layer takes, so that the
 engine reads it and refuses it.
 """

@@ -293,22 +293,6 @@ def test_an_engine_that_does_not_come_back_is_given_up_and_the_others_go_on(make
     wait_until(lambda: handles[0].closed)
 
 
-def test_without_an_engine_left_the_rollout_fails_and_names_all(make_pool, alone, make_request):
-    class Gone(dying("drawing", times=9)):
-        def start(self):
-            super().start()
-            if self.starts > 1:
-                raise EngineLostError("no such machine")
-
-    pool, _ = make_pool(Gone, Gone)
-    pool.sync(state_of(alone), 0)
-    everywhere = "no rollout engine is left of 2: engine 0: no such machine; engine 1: no such machine"
-    with pytest.warns(UserWarning, match="is given up: no such"), pytest.raises(RolloutError, match=everywhere):
-        pool.generate(make_request())
-    with pytest.raises(RolloutError, match=everywhere):
-        pool.push(state_of(alone), 1)
-
-
 def test_engines_lost_while_nobody_waits_are_told_of_before_the_failure(make_pool, alone, make_request):
     """As while the actor learns: the next call gives it another adapter, or asks for the next batch."""
 
@@ -319,6 +303,7 @@ def test_engines_lost_while_nobody_waits_are_told_of_before_the_failure(make_poo
                 raise EngineLostError("no such machine")
 
     state = state_of(alone)
+    everywhere = "no rollout engine is left of 2: engine 0: no such machine; engine 1: no such machine"
     for call in (lambda pool: pool.push(state, 1), lambda pool: pool.submit(make_request())):
         pool, _ = make_pool(Gone, Gone)
         pool.sync(state, 0)
@@ -326,7 +311,7 @@ def test_engines_lost_while_nobody_waits_are_told_of_before_the_failure(make_poo
         wait_until(lambda: not any(thread.name.startswith("rollout engine") for thread in threading.enumerate()))
         with (
             pytest.warns(UserWarning, match="is given up") as told,
-            pytest.raises(RolloutError, match="no rollout engine is left of 2"),
+            pytest.raises(RolloutError, match=everywhere),
         ):
             call(pool)
         words = [str(one.message) for one in told]
