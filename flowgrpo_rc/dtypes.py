@@ -21,6 +21,7 @@ class Dtype:
     """AdamW's eps and squared gradients are within its range, so that trained weights may have this precision."""
 
 
+# Gradients and AdamW's second moments underflow in float16, whose smallest number is 6e-8.
 DTYPES: dict[str, Dtype] = {
     "float32": Dtype("torch:float32"),
     "bfloat16": Dtype("torch:bfloat16"),

@@ -39,12 +39,15 @@ class DecodedImages:
     def add(self, digest: str, image: Any) -> None:
         """Cache a copy of an RGB image, and drop the least recently used ones."""
         size = 3 * image.width * image.height
+        # One image above the limit would evict all others and itself.
         if size > self._limit:
             return
+        # The caller may draw on its picture.
         copy = image.copy()
         with self._lock:
             if digest not in self._images:
                 self._bytes += size
+            # The digest identifies the pixels: two paths to one file share an entry.
             self._images[digest] = copy
             while self._bytes > self._limit:
                 _, dropped = self._images.popitem(last=False)
@@ -89,6 +92,7 @@ class ReferenceImage:
                 f"{self.source}: the image {self.path} cannot be read ({reason(error)}); it was there when the run "
                 "began, so put it back"
             ) from error
+        # Embeddings in the store belong to the bytes that were read at the start.
         if content_digest(found) != self.digest:
             raise ValueError(
                 f"{self.source}: the image {self.path} has changed since the run began; leave it as it is while the "

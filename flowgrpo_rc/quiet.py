@@ -36,6 +36,7 @@ def quiet_loading(*libraries: str) -> Iterator[None]:
     """Inside, ``diffusers`` and ``transformers`` show no bars (a run shows one, its own) and no tables of missing
     weights; ``libraries`` names those of the two that are in use."""
     switches = [import_module(f"{library}.utils.logging") for library in libraries]
+    # Bars of several processes would overwrite each other on one terminal.
     for switch in switches:
         switch.disable_progress_bar()
     try:

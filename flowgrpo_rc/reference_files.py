@@ -72,6 +72,7 @@ class ReferenceReader:
         if "\0" in text:
             raise ValueError(f"{source}: {IMAGES_KEY!r} holds {text[:80]!r}; a path cannot hold a NUL character")
         path = os.path.abspath(os.path.join(os.path.dirname(source), os.path.expanduser(text)))
+        # Data sets name one reference in many rows; each file is checked once.
         if path not in self._files:
             self._files[path] = replace(_looked_at(_content(path, text, source), path, source), path=path)
         return replace(self._files[path], source=source)
@@ -101,6 +102,7 @@ def _looked_at(content: bytes, name: str, source: str) -> ReferenceImage:
     from PIL import Image, UnidentifiedImageError
 
     named = f"{source}: the image {name}"
+    # Reported apart from damage, because the remedies differ.
     if not content:
         raise ValueError(f"{named} is empty; save it again, or leave it out")
     if content.startswith(LFS_POINTER):

@@ -16,6 +16,7 @@ def onto(tensor: Tensor, device: torch.device) -> Tensor:
     whose page-locked copy torch keeps until it is read."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
+    # A copy from ordinary memory would wait for everything queued on the device.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -38,6 +39,7 @@ def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for dtype in {tensor.dtype for tensor in tensors.values()}:
         part = {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype == dtype}
+        # One block for each dtype: a copy per tensor would be a wait per tensor.
         flat = torch.cat([tensor.reshape(-1) for tensor in part.values()])
         host = torch.empty(flat.shape, dtype=dtype, pin_memory=flat.is_cuda)
         pieces = host.copy_(flat).split([tensor.numel() for tensor in part.values()])

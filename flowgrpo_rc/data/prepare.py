@@ -59,6 +59,7 @@ def prepare_ocr(
     import pyarrow.parquet
 
     files = {split: Path(input_dir) / f"{split}.txt" for split in ("train", "test")}
+    # All lines are checked before the first file is written.
     splits = {split: _load_split(file) for split, file in files.items() if split == "train" or file.exists()}
     try:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -79,6 +80,7 @@ def prepare_ocr(
             }
             for index, record in enumerate(records)
         ]
+        # Parquet, the format of verl-omni's data sets.
         path = Path(output_dir) / f"{split}.parquet"
         # Renamed when it is whole, so that a reader never sees half a file.
         temporary = path.with_name(path.name + ".tmp")

@@ -77,8 +77,10 @@ def load_prompts(
         if not read:
             raise ValueError(f"{path} holds no prompts; give a file with at least one")
         records.extend(read)
+        # Later files may be large and are not needed.
         if max_samples is not None and len(records) >= max_samples:
             break
+    # Images last: an error in a prompt shows before thousands of files are opened.
     images = ReferenceReader()
     return [_with_images(record, images) for record in records[:max_samples]]
 
@@ -170,6 +172,7 @@ def _row_record(row: Mapping[str, Any], prompt_key: str, source: str) -> PromptR
 
 
 def _record(prompt: str, name: str, source: str, **others: Any) -> PromptRecord:
+    # A blank prompt has nothing that a reward could check.
     if is_blank(prompt):
         raise ValueError(f"{source}: {name} is blank; write a prompt or remove the row")
     return PromptRecord(prompt=prompt, source=source, **others)
@@ -195,6 +198,7 @@ def _text(value: Any, key: str, source: str) -> str:
         if isinstance(content, str):
             _check_characters(content, repr(key), source)
     contents = [content for role, content in said if role == "user"]
+    # Content of several parts (text and image) belongs into the column ``images``.
     if not contents or not isinstance(contents[-1], str):
         raise ValueError(
             f"{source}: {key!r} is a list without a user's text; its last message of role 'user' must have a "

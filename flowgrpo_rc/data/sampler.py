@@ -36,6 +36,7 @@ class PromptSampler:
     def __init__(self, num_prompts: int, batch_size: int, seed: int = 42, shuffle: bool = True) -> None:
         if batch_size < 1:
             raise ValueError(f"data.train_batch_size: got {batch_size}; it must be 1 or more")
+        # A batch of repeated prompts would give their groups a wrong size.
         if batch_size > num_prompts:
             raise ValueError(
                 f"data.train_batch_size: got {batch_size}, but the data set holds {num_prompts} prompts and "
@@ -87,6 +88,7 @@ class PromptSampler:
         """
         for name, field in _SETTINGS.items():
             own = getattr(self, name)
+            # Another size or seed gives another order, in which the position would repeat or skip prompts.
             if state[name] != own:
                 raise ValueError(
                     f"the saved data position belongs to {name}={state[name]}, this run has {own}; "
@@ -106,5 +108,6 @@ class PromptSampler:
         """(num_prompts,) int64: the order of the present epoch."""
         if not self.shuffle:
             return np.arange(self.num_prompts, dtype=np.int64)
+        # A generator of its own per epoch: the order depends on nothing that was drawn before.
         generator = np.random.Generator(np.random.PCG64([self.seed, self.epoch]))
         return generator.permutation(self.num_prompts).astype(np.int64)

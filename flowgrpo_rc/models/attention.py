@@ -59,6 +59,7 @@ def check_attention_backend(
         ValueError: the family has one way to compute attention, or the backend does not work here: a package or a GPU
             is missing, or it has no gradient, no mask or not this precision. Names the fault and the remedy.
     """
+    # ``None`` is diffusers' default and needs no trial.
     if name is None:
         return
     family = FAMILIES[pipeline_class]
@@ -69,6 +70,7 @@ def check_attention_backend(
                 "torch's scaled_dot_product_attention; set it to null"
             )
         return
+    # A backend may work without a mask and fail with one.
     adapter = resolve_name(family.adapter)
     masks = adapter.masks_prompts or adapter.masks_attention
     fault = _fault(name, _head(folder), masks, dtype, device, trains)
@@ -90,6 +92,7 @@ def use_attention_backend(transformer: Any, name: str | None) -> None:
     from flowgrpo_rc.quiet import only_errors
 
     # diffusers also makes the name the default of the whole process; leaving the context takes that back.
+    # Restricted to this transformer, so that engine and actor can differ.
     with attention_backend(name), only_errors("diffusers.models.modeling_utils"):
         transformer.set_attention_backend(name)
 

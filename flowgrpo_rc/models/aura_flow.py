@@ -28,6 +28,7 @@ class AuraFlow(SpatialLatents):
         return [(tokenizer, max_sequence_length - tokenizer.num_special_tokens_to_add())]
 
     def _most_tokens(self) -> Sequence[int]:
+        # The table of positions is a square.
         side = math.isqrt(self.transformer.config.pos_embed_max_size)
         return side, side
 

@@ -76,6 +76,7 @@ class Prompts:
     host sync. Computed from the mask by default."""
 
     def __post_init__(self) -> None:
+        # One host sync here instead of one in every forward that needs the lengths.
         if self.mask is not None and self.lengths is None:
             object.__setattr__(self, "lengths", tuple(self.mask.sum(1).tolist()))
         elif self.mask is None and self.lengths is not None:
@@ -88,6 +89,7 @@ class Prompts:
 
     def rows(self, index: Tensor, device: torch.device) -> "Prompts":
         """The prompts of some images, on ``device``; ``index`` is on the host."""
+        # Rows are picked where the embeddings are, so that only these rows are copied.
         there = onto(index, self.embeds.device)
         lengths = None if self.lengths is None else tuple(self.lengths[row] for row in index.tolist())
         return replace(self.map(lambda tensor: onto(tensor[there], device)), lengths=lengths)
@@ -99,6 +101,7 @@ class Prompts:
         embeds = torch.cat([F.pad(part.embeds, (0, 0, 0, longest - part.embeds.shape[1])) for part in both])
         mask = None
         lengths = None
+        # Attention without a mask is faster, so that none is made unless a row has padding.
         if any(part.mask is not None or part.embeds.shape[1] < longest for part in both):
             mask = torch.cat([F.pad(part._real(), (0, longest - part.embeds.shape[1])) for part in both])
             lengths = self._all_lengths() + other._all_lengths()
@@ -245,12 +248,14 @@ class DiffusionModel(ABC):
                 f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model draws multiples of "
                 f"{self._multiple} pixels"
             )
+        # Sizes beyond the positions would fail inside the transformer, after the prompts were encoded.
         rows, columns = (number * self._multiple for number in self._most_tokens())
         if height > rows or width > columns:
             raise ValueError(
                 f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model has positions for at "
                 f"most {rows}x{columns} pixels"
             )
+        # Both scales are checked against the loaded weights; the check before loading only reads files.
         pipeline = type(self.pipe).__name__
         embeds = bool(self.transformer.config.get("guidance_embeds"))
         refuse_guidance_scale(pipeline, embeds, guidance_scale, section)
@@ -270,7 +275,9 @@ class DiffusionModel(ABC):
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> Schedule:
         """The diffusers pipeline's schedule."""
+        # A copy: engines and actor ask for several schedules at the same time.
         scheduler = self._scheduler()
+        # The shift of most pipelines depends on the number of tokens.
         tokens = (height // self._multiple) * (width // self._multiple)
         scheduler.set_timesteps(**self._schedule_arguments(scheduler.config, num_inference_steps, tokens))
         return Schedule(scheduler.timesteps.float(), scheduler.sigmas.float())
@@ -321,6 +328,7 @@ class DiffusionModel(ABC):
         if negative is None:
             return self._forward(transformer, latents, timesteps, conditioning.prompts, conditioning)
         if self.batch_guidance and not detach_unconditional and self._can_join(conditioning.prompts, negative):
+            # One call with twice the rows: a small batch leaves a GPU waiting for the next launch.
             twice = torch.cat([latents, latents])
             prompts = conditioning.prompts.followed_by(negative)
             cond, uncond = self._forward(transformer, twice, timesteps.repeat(2), prompts, conditioning).chunk(2)
@@ -356,14 +364,17 @@ class DiffusionModel(ABC):
         Raises:
             NonFiniteImageError: a pixel is NaN or infinite; names the images and the remedy.
         """
+        # By area, not by rows: one image of 2048 pixels to a side is as large as sixteen of 512.
         at_once = max(1, PIXELS_DECODED_AT_ONCE // (height * width))
         images: list[Tensor] = []
         finite: list[Tensor] = []
         for part in latents.split(at_once):
             decoded = self._decode(part, height, width)
             finite.append(torch.isfinite(decoded.flatten(1)).all(1))
+            # Rounded as in diffusers, so that images equal the pipeline's.
             image = (decoded.float() / 2 + 0.5).clamp(0, 1) * 255
             images.append(image.round().to(torch.uint8).permute(0, 2, 3, 1))
+        # After the loop: a check inside would wait for the device at every part.
         _check_pixels(torch.cat(finite), latents, self.pipe.vae.dtype)
         return torch.cat(images).cpu()
 
@@ -389,6 +400,7 @@ class DiffusionModel(ABC):
         self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> Tensor:
         inputs = self._inputs(compute_dtype(transformer), latents, timesteps, prompts, conditioning)
+        # Guidance multiplies differences of velocities, and with them any rounding: float32 from here on.
         return self._velocity_of(self._call(transformer, inputs), latents).float()
 
     def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:

@@ -34,7 +34,9 @@ class Bria(Chroma):
         # A VAE without a shift is not for low precision; the pipeline does this to the one that it is made with.
         if not pipe.vae.config.shift_factor:
             pipe.vae.config.shift_factor = 0
-            with only_errors("diffusers.models.modeling_utils"):  # of modules to keep in float32, of which it has none
+            with only_errors(
+                "diffusers.models.modeling_utils"
+            ):  # a warning of modules to keep in float32, which it lacks
                 pipe.vae.to(torch.float32)
 
     @torch.no_grad()
@@ -42,6 +44,7 @@ class Bria(Chroma):
         said = texts(prompts)
         device = self.pipe.text_encoder.device
         embeds = self.pipe._get_t5_prompt_embeds(said, max_sequence_length=max_sequence_length, device=device)
+        # The pipeline replaces an empty prompt by zeros instead of encoding it.
         says = torch.tensor([bool(text) for text in said], device=device)
         return [EncodedPrompt(row.cpu()) for row in embeds * says[:, None, None]]
 

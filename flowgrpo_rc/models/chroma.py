@@ -44,12 +44,14 @@ class Chroma(Flux):
         assert prompts.pooled is not None
         rows = conditioning.height // self._multiple
         columns = conditioning.width // self._multiple
+        # Built on the device from the number of ones: a host mask would be copied in every forward.
         mask = torch.arange(prompts.embeds.shape[1], device=latents.device) < prompts.pooled
         mask = torch.cat([mask, mask.new_ones(latents.shape[:2])], 1)
         return {
             "hidden_states": latents.to(dtype),
             "timestep": timesteps.to(dtype) / 1000,
             "encoder_hidden_states": prompts.embeds.to(dtype),
+            # Text has no place in the image.
             "txt_ids": torch.zeros(prompts.embeds.shape[1], 3, device=latents.device),
             "img_ids": grid_positions(0, rows, columns, latents.device),
             "attention_mask": mask.to(dtype),

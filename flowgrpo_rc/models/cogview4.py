@@ -19,7 +19,7 @@ class CogView4(SpatialLatents):
 
     ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance. A prompt is
     encoded as by a pipeline that is called with it alone: its tokens are padded on the left to a multiple of 16, and
-    that padding counts. What a batch of prompts adds to it does not.
+    that padding counts. The padding that a batch of prompts adds does not count.
     """
 
     default_lora_targets = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0")
@@ -30,6 +30,7 @@ class CogView4(SpatialLatents):
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
+        # Prompts of several lengths share a batch here, which needs a real mask.
         for block in pipe.transformer.transformer_blocks:
             block.attn1.set_processor(MaskedAttention())
 

@@ -28,6 +28,7 @@ CHECKPOINTING_FROM = 1_000_000_000
 the LoRA's own memory."""
 
 # In float16 AdamW's eps of 1e-8 is 0, and its squared gradients underflow.
+# float16 is missing: gradients and AdamW's second moments underflow in it.
 TRAINED_DTYPES = [name for name, dtype in DTYPES.items() if dtype.fit_for_training]
 Rank = Annotated[
     int, Check(lambda rank: rank != 0, NO_FULL_TRAINING), Check(lambda rank: rank > 0, "give a number above 0")
@@ -112,6 +113,7 @@ class ModelConfig(Section):
                 "'all-linear' or null"
             )
             return
+        # peft would take another spelling for the ending of a layer's name and match nothing.
         if targets not in (ALL_LINEAR, [ALL_LINEAR]) and any(
             name.strip().lower().replace("_", "-") == ALL_LINEAR for name in names
         ):
@@ -120,6 +122,7 @@ class ModelConfig(Section):
             )
         # Hydra takes a,b without brackets as text.
         for name in names:
+            # On the command line a list without brackets arrives as one string.
             if "," in name:
                 yield f"target_modules: got {targets!r}; several names are a list: [{name.replace(' ', '')}]"
 

@@ -72,8 +72,10 @@ def stored_network_digest(files: PipelineFiles, part: Part) -> str:
     names = files.weight_files(part)
     if all(name.endswith(".safetensors") for name in names):
         tensors = dict(pair for name in names for pair in _sampled(files, name))
+        # Sorted by name, so that shards and one file give the same digest.
         weights = values_digest([tensors[name] for name in sorted(tensors)])
     else:
+        # A pickle cannot be sampled without loading it.
         digest = hashlib.sha256()
         for name in names:
             with (files.folder / name).open("rb") as file:

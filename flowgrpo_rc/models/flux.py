@@ -28,6 +28,7 @@ class Flux(PackedLatents):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
+        # The third result are text positions, which ``_inputs`` makes for every length.
         embeds, pooled, _ = self.pipe.encode_prompt(
             texts(prompts),
             None,
@@ -53,6 +54,7 @@ class Flux(PackedLatents):
             "guidance": self._embedded_guidance(timesteps, conditioning),
             "pooled_projections": prompts.pooled.to(dtype),
             "encoder_hidden_states": prompts.embeds.to(dtype),
+            # Text has no place in the image: its positions are 0 on all three axes.
             "txt_ids": torch.zeros(prompts.embeds.shape[1], 3, device=latents.device),
             "img_ids": grid_positions(0, rows, columns, latents.device),
         }
@@ -91,6 +93,7 @@ class FluxKontext(Flux):
 
     def _reference_size(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
         """Width and height: of ``area`` pixels, or of those that the model was trained with the nearest in shape."""
+        # The trained resolutions apply to the pipeline's own area only.
         if area is not None:
             return scaled_size(image, area, self._multiple)
         from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
@@ -110,6 +113,7 @@ class FluxKontext(Flux):
     ) -> dict[str, Any]:
         both = self._with_references(latents, prompts)
         inputs = super()._inputs(dtype, both, timesteps, prompts, conditioning)
+        # On the first axis reference tokens have position 1, the drawing's 0.
         places = [grid_positions(1, *grid, latents.device) for grid in prompts.reference_grids]
         return inputs | {"img_ids": torch.cat([inputs["img_ids"], *places])}
 

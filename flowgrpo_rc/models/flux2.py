@@ -54,6 +54,7 @@ class Flux2Klein(PackedLatents):
         for image, (rows, columns) in zip(prompt.images, grids, strict=True):
             picture = processor._resize_if_exceeds_area(image.open(), area)
             size = {"height": rows * self._multiple, "width": columns * self._multiple}
+            # Cropped to whole tokens, as in the pipelines, so that the grid is exact.
             pixels.append(processor.preprocess(picture, **size, resize_mode="crop"))
         vae = self.pipe.vae
         tokens, _ = self.pipe.prepare_image_latents(pixels, 1, None, vae.device, vae.dtype)
@@ -70,6 +71,7 @@ class Flux2Klein(PackedLatents):
         short, long = sorted((image.width, image.height))
         if short < 64 or long > 8 * short:
             raise ValueError(f"{here}; this model takes at least 64 to a side and at most 8 times as many to the other")
+        # The pipelines never enlarge a reference.
         scale = min(1.0, math.sqrt(area / (short * long)))
         rows, columns = (int(side * scale) // self._multiple for side in (image.height, image.width))
         if not rows * columns:
@@ -91,6 +93,7 @@ class Flux2Klein(PackedLatents):
 
     def _statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation ``(channels, 1, 1)`` of packed latents."""
+        # The VAE normalises packed latents with the statistics of a batch norm, not with one scale.
         bn = self.pipe.vae.bn
         std = torch.sqrt(bn.running_var + self.pipe.vae.config.batch_norm_eps)
         return bn.running_mean[:, None, None], std[:, None, None]

@@ -21,6 +21,7 @@ def check_guidance(
     Raises:
         ValueError: as ``refuse_guidance_scale`` and ``refuse_true_cfg_scale``.
     """
+    # Files may be on the hub only: then loading makes the check.
     embeds = embeds_guidance(pipeline_class, folder)
     if embeds is not None:
         refuse_guidance_scale(pipeline_class, embeds, guidance_scale, section)
@@ -40,6 +41,7 @@ def refuse_guidance_scale(
         return
     here = f"{_ROLLOUT}.{section}.guidance_scale: got {guidance_scale} for this model"
     family = FAMILIES.get(pipeline_class)  # None for a family that is not of this package
+    # The most common mistake: the value of the pipeline's own guidance_scale.
     if family is not None and family.guidance_scale_is_cfg and guidance_scale is not None:
         raise ValueError(
             f"{here}, which embeds none; what its pipeline calls guidance_scale is true_cfg_scale here, so set "

@@ -134,6 +134,7 @@ class PipelineLoader:
             UnsupportedModelError: as ``load``; or the embeddings are not those that the transformer takes.
         """
         self._read([part for part in self._encoding_parts if not self._is_read(part)])
+        # Before sampling: the transformer would fail at its first prompt, minutes later.
         takes = self.model.blank_prompt()
         with _explaining(self._files, "a text_encoder fails at its first prompt; is its config.json another's?"):
             (gives,) = self.model.encode([self._sample_prompt], self.model.longest_prompt)
@@ -194,6 +195,7 @@ class PipelineLoader:
                 return kind.from_config(kind.load_config(folder))
 
     def _read(self, parts: list[Part], shard: Callable[[nn.Module], None] | None = None) -> None:
+        # Small ones first: a fault of the VAE shows before gigabytes of transformer are read.
         for part in sorted(parts, key=self._files.size):
             with quiet_loading("diffusers", "transformers"):
                 network = _load_weights(self._files, part, self._classes[part.name], torch_dtype(self._dtype))
@@ -205,6 +207,7 @@ class PipelineLoader:
                 # The check reads every weight, which is quicker on the device.
                 network.to(self._device)
                 _check_finite(self._files, part.name, network, self._dtype)
+            # Pipelines read some settings of a part when it is registered.
             self._pipe.register_modules(**{part.name: network})
 
     def _adapted(self) -> DiffusionModel:
@@ -260,6 +263,7 @@ def _try_networks(files: PipelineFiles, model: DiffusionModel, device: torch.dev
     guidance = 1.0 if transformer.config.get("guidance_embeds") else None
     prompts = pad([model.blank_prompt()])
     conditioning = Conditioning(prompts, None, 1.0, guidance, size, size).rows(torch.tensor([0]), device)
+    # Zeros are enough: a network that does not fit its configuration fails at any input.
     latents = torch.zeros(1, *model.latent_shape(size, size), device=device)
     with torch.no_grad():
         with _explaining(files, "the transformer fails at its first image; is its config.json another's?"):
@@ -294,6 +298,7 @@ def _find(path: str) -> PipelineFiles:
 
 def _class_of(files: PipelineFiles, part: Part, pipeline_class: Any) -> Any:
     """The class that the index names, if the pipeline takes it in this place; of a processor its tokenizer's."""
+    # The index comes from a download: no other library is imported by its name.
     if part.library not in ("diffusers", "transformers"):
         raise UnsupportedModelError(
             f"{FIELD}: {files.path} takes its {part.name} from {part.library!r}; only parts of diffusers and "
@@ -329,6 +334,7 @@ def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any) -> An
     """
     file, variant = files.weights(part)
     options = {"variant": variant} if variant else {}
+    # The two libraries name the same option differently.
     options["dtype" if part.library == "transformers" else "torch_dtype"] = dtype
     with _explaining(files, f"{part.name}/config.json and {Path(file).name} do not give a {part.class_name}"):
         network, info = kind.from_pretrained(

@@ -53,6 +53,7 @@ def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
         raise AdapterMismatchError(
             f"{START_FIELD}: {file} cannot be read ({one_line(error)}); copy it again, or start from another"
         ) from error
+    # The rank decides the shapes; a wrong one would fail only after the model is loaded.
     if ranks and ranks != {rank}:
         there = ", ".join(map(str, sorted(ranks)))
         raise AdapterMismatchError(
@@ -88,6 +89,7 @@ def attach_lora(
 
     # peft's name for Kaiming's is True.
     init: Any = True if config.lora_init_weights == "default" else config.lora_init_weights
+    # Rank and targets alone; dropout would make the policy random.
     settings = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -100,6 +102,7 @@ def attach_lora(
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         transformer.add_adapter(settings, adapter_name=adapter)
     for parameter in adapter_parameters(transformer, adapter).values():
+        # Trained weights may stay in float32 over a bfloat16 base, whose rounding would swallow Adam's steps.
         parameter.data = parameter.data.to(device, dtype)
 
 
@@ -111,6 +114,7 @@ def target_layers(transformer: nn.Module, model: DiffusionModel, config: ModelCo
     """
     targets = model.default_lora_targets if config.target_modules is None else config.target_modules
     names = [targets] if isinstance(targets, str) else list(targets)
+    # A name that matches nothing would silently train fewer layers.
     modules = linear_layers(transformer)
     unmatched = [t for t in names if t != ALL_LINEAR and not any(f".{m}".endswith(f".{t}") for m in modules)]
     if unmatched:
@@ -209,6 +213,7 @@ def activate(transformer: nn.Module, adapter: str | None) -> None:
 
     peft's ``set_adapter`` would also make the adapter's weights trainable and freeze all others.
     """
+    # ``set_adapter`` would also change which adapter is trainable.
     for layer in _adapted_layers(transformer):
         layer._active_adapter = [] if adapter is None else [adapter]
 
@@ -259,6 +264,7 @@ def save_lora(
         state = _scaled(state, _own_scale(transformer))
         for settings in metadata.values():
             settings["lora_alpha"] = settings["r"]
+    # peft knows the names that diffusers expects in the file.
     weights = get_peft_model_state_dict(transformer, state_dict=dict(state))
     layers: dict[str, Any] = {k: v.detach().cpu().contiguous() for k, v in weights.items()}
     # All pipelines that save a LoRA write the same file; one that saves none has it written by another's method.
@@ -283,6 +289,7 @@ def give_umask_mode(folder: Path) -> None:
     mode 0600, which colleagues and servers could not read."""
     probe = folder / ".mode"
     with suppress(OSError):  # file systems without modes
+        # The umask can be read only by setting it, for all threads; a new file shows it without.
         probe.touch()
         mode = probe.stat().st_mode & 0o777
         probe.unlink()
@@ -316,6 +323,7 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
         scale = settings.get("transformer.lora_alpha", 1) / settings.get("transformer.r", 1)
     except (SafetensorError, OSError, ValueError, TypeError, ZeroDivisionError) as error:
         raise AdapterMismatchError(f"{file} cannot be read ({one_line(error)}); is it complete?") from error
+    # A NaN would spread to every weight with the first update.
     bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]
     if bad:
         raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
@@ -341,6 +349,7 @@ def same_lora(one: Path, other: Path) -> bool:
             names = sorted(first.keys())
             if _settings(first) != _settings(second) or names != sorted(second.keys()):
                 return False
+            # One tensor at a time: two adapters of rank 64 need not be in memory.
             pairs = ((first.get_tensor(name), second.get_tensor(name)) for name in names)
             return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
     except (SafetensorError, OSError, ValueError):

@@ -35,6 +35,7 @@ class Lumina2(SpatialLatents):
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         before = self.pipe.system_prompt + BEFORE_PROMPT
+        # The pipeline adds its system prompt to positive prompts only.
         said = [prompt.text if is_negative(prompt) else before + prompt.text for prompt in map(as_prompt, prompts)]
         embeds, mask = self.pipe._get_gemma_prompt_embeds(said, self.pipe.text_encoder.device, max_sequence_length)
         lengths = mask.sum(1).tolist()

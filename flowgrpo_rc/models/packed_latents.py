@@ -16,6 +16,7 @@ class PackedLatents(DiffusionModel):
         return (height // self._multiple) * (width // self._multiple), self._channels
 
     def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
+        # Editors encode references elsewhere, once per prompt, so that no image is given here.
         image = (None,) if self.noise_takes_image else ()
         # On the CPU whatever the engine runs on, so that a seed gives one image everywhere.
         device = torch.device("cpu")

@@ -105,6 +105,7 @@ class PipelineFiles:
         for name, entry in self.index.items():
             if name.startswith("_") or not isinstance(entry, list) or entry in LEFT_OUT or name in self.left_out:
                 continue
+            # The library's name is imported: nothing but a pair of names may pass.
             if len(entry) != 2 or not all(isinstance(value, str) for value in entry) or os.sep in name:
                 raise self.damaged(f"{INDEX}: {name} is {show(entry)}; it must be [library, class]")
             found.append(Part(name, *entry))
@@ -132,6 +133,7 @@ class PipelineFiles:
         Raises:
             UnsupportedModelError: names the part, the file and the fault.
         """
+        # A download that was interrupted lacks whole folders.
         missing = [part.name for part in self.parts if not os.path.isdir(self.folder / part.name)]
         if missing:
             raise self.damaged(f"it holds no {', '.join(missing)}")

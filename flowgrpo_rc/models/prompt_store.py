@@ -57,6 +57,7 @@ def open_store(folder: str | None, model: DiffusionModel, dtype: str) -> "Prompt
         PromptStoreError: ``folder`` is none, or its embeddings are of other text encoders.
     """
     encoder = _identity(model, dtype)
+    # The digest in the name: two text encoders never share a cache folder.
     if folder is None:
         own = short_digest(json.dumps(encoder, sort_keys=True).encode())
         return PromptStore(cache_folder() / "prompts" / own, encoder)
@@ -162,6 +163,7 @@ class PromptStore:
         metadata = {name: _checksum(tensor) for name, tensor in tensors.items()}
         metadata[_ENCODER] = json.dumps(self._encoder)
 
+        # A new file per call: appending to one would need a lock between processes.
         name = f"{_PREFIX}{uuid4().hex}{_SUFFIX}"
         try:
             write_durably(self.folder / name, save(tensors, metadata))

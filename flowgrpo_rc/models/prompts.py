@@ -79,6 +79,7 @@ def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterat
     Raises:
         ValueError: an embedding is not finite; names the prompt.
     """
+    # By the lengths for all tokenizers: a family with two pads each by its own.
     groups: dict[tuple[int, ...], list[PromptKey]] = {}
     for key, tokens in zip(keys, _token_counts(model, keys), strict=True):
         groups.setdefault((key[1], *(min(count, key[1]) for count in tokens)), []).append(key)
@@ -89,6 +90,7 @@ def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterat
             part = group[start : start + PROMPTS_AT_ONCE]
             with only_errors(*quiet):
                 encoded = model.encode([prompt for prompt, _ in part], length)
+            # Checked before the store keeps them: a NaN there would reach every later run.
             rows = dict(zip(part, encoded, strict=True))
             _check_finite(rows)
             yield rows

@@ -30,6 +30,7 @@ class QwenImage(PackedLatents):
         embeds, mask = self.pipe.encode_prompt(
             texts(prompts), device=encoder.device, max_sequence_length=max_sequence_length
         )
+        # The pipeline returns no mask if all prompts have one length.
         lengths = [embeds.shape[1]] * len(prompts) if mask is None else mask.sum(1).tolist()
         return [EncodedPrompt(row[: int(n)].cpu()) for row, n in zip(embeds, lengths, strict=True)]
 
@@ -39,6 +40,7 @@ class QwenImage(PackedLatents):
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
+        # One frame: the transformer takes the sizes of a video.
         grid = (1, conditioning.height // self._multiple, conditioning.width // self._multiple)
         return {
             "hidden_states": latents.to(dtype),

@@ -79,6 +79,7 @@ class QwenImageEdit(QwenImage):
     ) -> dict[str, Any]:
         both = self._with_references(latents, prompts)
         inputs = super()._inputs(dtype, both, timesteps, prompts, conditioning)
+        # Every reference is a frame of its own behind the drawing.
         references = [(1, rows, columns) for rows, columns in prompts.reference_grids]
         return inputs | {"img_shapes": [[*shapes, *references] for shapes in inputs["img_shapes"]]}
 

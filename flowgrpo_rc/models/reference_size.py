@@ -15,6 +15,7 @@ def scaled_size(image: ReferenceImage, area: int, multiple: int) -> tuple[int, i
     width = math.sqrt(area * ratio)
     height = width / ratio
     size = round(width / multiple) * multiple, round(height / multiple) * multiple
+    # A side rounded to 0 would fail inside the VAE.
     if not all(size):
         raise ValueError(
             f"{image.source}: a reference image of {image.width} x {image.height} pixels, scaled to {area:,} in "

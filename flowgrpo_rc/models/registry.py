@@ -54,10 +54,12 @@ FAMILIES = {
     "Flux2KleinPipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.flux2:Flux2Klein", guidance_scale_is_cfg=True, images=(0, 10)
     ),
+    # Its guidance is distilled into the transformer, and its pipeline takes no negative prompt.
     "Flux2Pipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux2:Flux2", takes_cfg=False, images=(0, 10)),
     "FluxKontextPipeline": FamilyEntry(adapter="flowgrpo_rc.models.flux:FluxKontext", images=(1, 1)),
     "ChromaPipeline": FamilyEntry(adapter="flowgrpo_rc.models.chroma:Chroma", guidance_scale_is_cfg=True),
     "BriaPipeline": FamilyEntry(adapter="flowgrpo_rc.models.bria:Bria", guidance_scale_is_cfg=True),
+    # Its self-attention is linear attention, which has no other backend.
     "SanaPipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.sana:Sana", guidance_scale_is_cfg=True, dispatches_attention=False
     ),
@@ -69,6 +71,7 @@ FAMILIES = {
         # Its T5 is by far its largest part, and the two CLIPs do without it.
         optional_parts=("text_encoder_3", "tokenizer_3"),
     ),
+    # Its pipeline computes ``c + s (c - u)``, which is ``u + (s + 1)(c - u)``.
     "ZImagePipeline": FamilyEntry(
         adapter="flowgrpo_rc.models.z_image:ZImage", guidance_scale_is_cfg=True, cfg_above_guidance=1.0
     ),

@@ -38,6 +38,7 @@ class Sana(SpatialLatents):
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         rows = []
+        # The instruction applies to a whole call, so that consecutive prompts of one kind share one.
         for negative, group in groupby(map(as_prompt, prompts), key=is_negative):
             embeds, masks, _, _ = self.pipe.encode_prompt(
                 texts(group),

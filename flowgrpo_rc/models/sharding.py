@@ -49,12 +49,14 @@ def check_division(config: FSDPConfig, processes: int, on_node: int) -> None:
     """
     if not config.shard:
         return
+    # FSDP would run, with all of its cost and nothing saved.
     if processes == 1:
         raise ValueError(
             f"{FSDP_FIELD}.shard: got true with one process, which has nobody to share the weights with; "
             "start several, e.g. torchrun --nproc_per_node 4 -m flowgrpo_rc.cli.main train, or set it to false"
         )
     size = config.processes_to_a_copy(on_node)
+    # A copy that spans nodes would gather every block over the slow network.
     if processes % size or on_node % size:
         raise ValueError(
             f"{FSDP_FIELD}.fsdp_size: got {size}, which does not divide the {on_node} processes of this node (of "
@@ -99,6 +101,7 @@ def gathered_once(transformer: nn.Module) -> Iterator[None]:
     if not isinstance(transformer, FSDPModule):
         yield
         return
+    # Sampling repeats the forward many times between two updates; each would gather all weights again.
     transformer.set_reshard_after_forward(False)
     try:
         yield

@@ -16,6 +16,7 @@ class SpatialLatents(DiffusionModel):
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
+        # Compiling one block and reusing it takes seconds; a whole transformer takes minutes.
         if not pipe.transformer._repeated_blocks:  # diffusers compiles what is named here
             kinds = pipe.transformer._no_split_modules
             pipe.transformer._repeated_blocks = [kind for kind in kinds if kind.endswith("Block")]

@@ -24,6 +24,7 @@ class StableDiffusion3(SpatialLatents):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
+        # Negative prompts are encoded like any other, so that guidance is left to ``velocity``.
         embeds, _, pooled, _ = self.pipe.encode_prompt(
             texts(prompts),
             None,
@@ -46,6 +47,7 @@ class StableDiffusion3(SpatialLatents):
         return int(self.pipe.tokenizer_max_length) + max_sequence_length
 
     def _most_tokens(self) -> Sequence[int]:
+        # The table of positions is a square, from which the middle is cut.
         side = int(self.transformer.config.pos_embed_max_size)
         return side, side
 
@@ -61,5 +63,6 @@ class StableDiffusion3(SpatialLatents):
         }
 
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
+        # The scheduler takes a ``mu`` only with dynamic shifting.
         mu = {"mu": self._dynamic_shift(config, tokens, 1.16)} if config.get("use_dynamic_shifting") else {}
         return {"num_inference_steps": num_inference_steps, **mu}

@@ -41,6 +41,7 @@ class Wan(DiffusionModel):
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
+        # In videos the first frame may be given, with noise level 0; in an image all tokens have the same.
         if self.pipe.config.expand_timesteps:
             tokens = (conditioning.height // self._multiple) * (conditioning.width // self._multiple)
             timesteps = timesteps[:, None].expand(-1, tokens)

@@ -37,6 +37,7 @@ class ZImage(SpatialLatents):
         template = tokenizer.apply_chat_template(
             [{"role": "user", "content": "{}"}], tokenize=False, add_generation_prompt=True, enable_thinking=True
         )
+        # The pipeline truncates the whole template from its end.
         before = len(tokenizer(template.split("{}")[0]).input_ids)
         return [(tokenizer, max_sequence_length - before)]
 
