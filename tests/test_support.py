@@ -53,6 +53,7 @@ def test_a_wrong_metric_is_told_from_rounding(name, right, wrong):
     assert 1e-7 < bound < abs(wrong - right) / 3
 
 
+@pytest.mark.process
 def test_what_a_process_has_started_ends_with_it(tmp_path):
     """A shell whose child has left its process group, as those of ``torchrun`` have."""
     script = f"setsid sleep 987 & echo $! > {tmp_path / 'pid'}; wait"

@@ -426,11 +426,13 @@ def test_the_commands_of_the_page_compose():
         quietly(*words[2:])
 
 
+@pytest.mark.slow
 def test_pairs_of_the_page_configure_the_same_run():
     for there, here in table("What acts through another key"):
         assert quietly(*quoted(there), name=TINY).to_dict() == quietly(*quoted(here), name=TINY).to_dict(), there
 
 
+@pytest.mark.slow
 def test_keys_that_the_page_calls_ignored_are():
     for keys, _ in table("What is ignored"):
         for key in quoted(keys):
@@ -456,6 +458,7 @@ def test_what_the_page_says_cannot_run_is_refused(heading):
         assert quoted(there)[0].partition("=")[0] in refused(*quoted(there))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heading", ["Coming from flow_grpo", "Coming from Flow-Factory"])
 def test_names_of_other_programs_are_refused_with_what_the_page_says(heading):
     for there, here in table(heading):

@@ -118,6 +118,7 @@ def _names_of_engines():
     return set(metrics_of([ProcessAccount([EngineWork("a", [], None, False)], 0.0, 1.0, 0.5, 0)]))
 
 
+@pytest.mark.run
 def test_every_logged_metric_is_documented(documented, logged):
     assert len(logged) > 150
     assert sorted(name for name in logged if not any(p.fullmatch(name) for p in documented.values())) == []

@@ -74,6 +74,7 @@ def test_default_targets_are_the_joint_attention(tiny_sd3_model):
     assert layers == expected
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_velocity(tiny_sd3_model):
     latents, cond = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)), conditioning(tiny_sd3_model)
     arguments = tiny_sd3_model.transformer, latents, torch.full((3,), 500.0), cond

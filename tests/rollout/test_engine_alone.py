@@ -64,6 +64,7 @@ def assert_same_bits(one, other):
         assert getattr(one.echo, name) == getattr(other.echo, name), name
 
 
+@pytest.mark.slow
 def test_an_engine_alone_draws_the_bits_of_the_engine_beside_the_actor(tiny_model, rollout):
     """Through a pickled configuration, as it arrives in another process."""
     sections = pickle.loads(pickle.dumps((rollout, MODEL)))
@@ -95,6 +96,7 @@ def live_bytes():
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@pytest.mark.slow
 def test_an_engine_alone_holds_its_weights_once(rollout):
     """Transformer and adapter in the engine's dtype, VAE in the model's, and no other copy."""
     before = live_bytes()

@@ -190,6 +190,7 @@ def test_the_working_set_passes(monkeypatch):
     versions.check_versions()
 
 
+@pytest.mark.process
 def test_the_trainers_side_imports_no_vllm():
     code = (
         "import sys, flowgrpo_rc.rollout.vllm_omni.engine; print([m for m in sys.modules if m.split('.')[0] == 'vllm'])"
