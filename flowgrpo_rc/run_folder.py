@@ -217,7 +217,8 @@ class RunFolder:
         number = self.next_number() if number is None else number
         moved = []
         for folder, what in ((self.samples, "sample grid(s)"), (self.profile, "file(s) of profiles")):
-            later = [file for file in folder.glob("step_*") if (_step_of(file) or 0) > step]
+            numbered = [(_step_of(file), file) for file in folder.glob("step_*")]
+            later = [file for number_of_file, file in numbered if number_of_file is not None and number_of_file > step]
             if later:
                 aside = folder.with_name(f"{folder.name}.{number}")
                 aside.mkdir(exist_ok=True)

@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from flowgrpo_rc.messages import reason
 
@@ -38,7 +38,7 @@ class RunLock:
         self._made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
         """Folders that are made for the lock, innermost first."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.path, timeout=0)
+        self._lock = _file_lock(self.path)
         try:
             self._acquire()
         except BaseException:
@@ -70,6 +70,9 @@ class RunLock:
                 "for that one or end it, or give this run a folder of its own: trainer.default_local_dir=... or "
                 "trainer.resume_mode=disable"
             ) from None
+        except NotImplementedError as error:  # without flock, in older versions of filelock
+            self.problem = str(error)
+            return
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
                 raise
@@ -87,3 +90,12 @@ class RunLock:
         for folder in self._made:
             with suppress(OSError):  # something else was put there
                 folder.rmdir()
+
+
+def _file_lock(path: Path) -> BaseFileLock:
+    """A lock by flock, for all threads: a trainer may be made in one thread and fitted in another."""
+    try:
+        # Without flock filelock would otherwise keep a marker file, which a killed run leaves behind.
+        return FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
+    except TypeError:  # older versions, which keep no marker
+        return FileLock(path, timeout=0, thread_local=False)

@@ -160,7 +160,8 @@ def checkpoint_to_resume(
         return store.latest(alert)
     if trainer.resume_mode == "disable":
         return None
-    path = Path(str(trainer.resume_from_path)).expanduser()
+    # os.path keeps an unknown ~user as it is, where Path would raise.
+    path = Path(os.path.expanduser(str(trainer.resume_from_path)))
     # ``os.path`` returns False where ``Path`` may raise, for names that are too long or out of reach.
     if os.path.isfile(path / STATE_FILE):
         return path
@@ -190,8 +191,8 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
     """Load every part. The digests were right, so that a part that does not fit is of another version."""
     process = run.accelerator.process_index
     actor = run.actor
-    run.sampler.load_state_dict(state["sampler"])
     try:
+        run.sampler.load_state_dict(state["sampler"])
         # The weight average starts from the adapter, so that the adapter comes first.
         actor.load_adapter(source)
         actor.load_optimizer(tensors["optimizer"]["state"], tensors["lr_scheduler"]["last_epoch"])
@@ -204,6 +205,8 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
         saved = tensors["random"]
         # With another number of processes no saved state belongs to this one, and all take the first's.
         restore_random_states(saved[process if len(saved) == run.accelerator.num_processes else 0])
+    except (MemoryError, torch.cuda.OutOfMemoryError):
+        raise  # the checkpoint is whole; the machine is too small
     except Exception as error:
         why = f"{type(error).__name__}: {one_line(error, 300)}"
         raise DamagedCheckpointError(f"{source} is damaged or of another version of flowgrpo_rc ({why})") from error
@@ -540,6 +543,8 @@ def _check_file(path: Path, digest: str) -> None:
 def _load_tensors(path: Path) -> dict[str, Any]:
     try:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except MemoryError:
+        raise  # the checkpoint is whole; the machine is too small
     except Exception as error:  # pickles and archives raise errors of every kind
         raise DamagedCheckpointError(
             f"{path} cannot be read: {type(error).__name__}: {one_line(error, 300)}"
@@ -562,4 +567,8 @@ def _is_write_failure(error: BaseException) -> bool:
 
 def _is_full(folder: Path, error: BaseException) -> bool:
     # torch's message for a full disk does not contain the reason.
-    return "No space left" in str(error) or shutil.disk_usage(folder).free < 1 << 20
+    if "No space left" in str(error):
+        return True
+    with suppress(OSError):  # the folder itself may be missing
+        return shutil.disk_usage(folder).free < 1 << 20
+    return False

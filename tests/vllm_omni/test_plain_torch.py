@@ -24,8 +24,6 @@ from vllm_omni.platforms import current_omni_platform
 
 from flowgrpo_rc.rollout.vllm_omni.plain_torch import check_plain_torch
 
-pytestmark = pytest.mark.process
-
 packed = []
 ops._supports_onednn = True
 ops.create_onednn_mm = lambda weight, cache: packed.append(weight.dtype)
