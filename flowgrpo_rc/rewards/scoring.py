@@ -79,15 +79,16 @@ class PartialScoring:
                 # A function with a queue may be in the midst of a later batch.
                 self._submit(name, images[start : start + self._part], self._mix.queues.get(name), NOW)
         scored = {}
+        # The background first: a function of this thread must not run beside one of the other.
+        for name, futures in self._parts.items():
+            # The first error is raised; those of later parts follow from it more often than not.
+            parts = [future.result() for future in futures]
+            check_parts(name, parts)
+            scored[name] = joined(parts)
         for name in self._mix.functions:
-            if name in self._parts:
-                # The first error is raised; those of later parts follow from it more often than not.
-                parts = [future.result() for future in self._parts[name]]
-                check_parts(name, parts)
-                scored[name] = joined(parts)
-            else:
+            if name not in scored:
                 scored[name] = self._score(name, images, slice(None))
-        return self._mix.combine(scored, self._prompts)
+        return self._mix.combine({name: scored[name] for name in self._mix.functions}, self._prompts)
 
     def abandon(self) -> None:
         """Score nothing more; a call in progress is left to itself."""

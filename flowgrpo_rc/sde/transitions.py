@@ -27,6 +27,11 @@ from torch import Tensor
 
 from flowgrpo_rc.sde.types import sde_type_named
 
+NEAR_PURE_NOISE = 2e-3
+"""Distance from 1 within which a schedule may start: checkpoints' solvers have 1e-6 to 1e-3."""
+SHORT_OF_STEP = 0.1
+"""Share of the step's length below which the distance from 1 is a start's, not a level's of its own."""
+
 
 class Transition(NamedTuple):
     """The distribution of the next latents: a Gaussian with a mean per element and one std per sample."""
@@ -55,7 +60,8 @@ def transition(
     ============= ============================ ========================================================
 
     with ``g = eta*sqrt(s/(1-s))`` and ``score = -(x - (1-s)*(x - s*v))/s^2``. At ``s = 1`` the ``1-s`` under
-    ``g`` would be 0; the first step's ``next_sigma`` (``sigmas[1]``) takes the place of ``s`` there.
+    ``g`` would be 0; the first step's ``next_sigma`` (``sigmas[1]``) takes the place of ``s`` there, and also if a
+    solver's schedule starts just below 1.
 
     Gradients flow through ``latents`` and ``velocity``. Velocities of a lower precision are promoted to
     float32 (float64 stays float64) before any arithmetic.
@@ -79,8 +85,10 @@ def transition(
 def flow_sde_step(x: Tensor, v: Tensor, s: Tensor, s_next: Tensor, eta: Tensor) -> Transition:
     """Flow-GRPO's step; ``s``, ``s_next`` and ``eta`` broadcast over ``x``, and so does the std that is returned."""
     dt = s_next - s
-    # At pure noise 1 - s would divide by 0.
-    denominator = 1 - torch.where(s == 1, s_next, s)
+    # At pure noise 1 - s would divide by 0. Solvers such as UniPC and DPM start just below 1, which would make a step
+    # of many times its length; a later level so near 1 is followed by a step about as short, and keeps its own.
+    starts = (s > 1 - NEAR_PURE_NOISE) & (1 - s < SHORT_OF_STEP * -dt)
+    denominator = 1 - torch.where(starts, s_next, s)
     g2 = eta**2 * s / denominator
     mean = x * (1 + g2 * dt / (2 * s)) + v * (1 + g2 * (1 - s) / (2 * s)) * dt
     return Transition(mean, torch.sqrt(g2 * -dt))

@@ -163,3 +163,28 @@ def test_no_admitted_instruction_loads_a_name_unseen():
     """Of those that name a global, only the two that ask ``find_class`` with a module and a name are admitted."""
     named = {code.name for code in pickletools.opcodes if {"GLOBAL", "EXT", "INST"} & set(code.name.split("_"))}
     assert named & INSTRUCTIONS == {"GLOBAL", "STACK_GLOBAL"}
+
+
+class SharedBytes:
+    """Pickles as a numpy array of these bytes, which the pickle holds once however many arrays have them."""
+
+    def __init__(self, raw):
+        self.raw = raw
+
+    def __reduce__(self):
+        reconstruct, arguments, (version, _, dtype, fortran, _) = np.zeros(1, np.uint8).__reduce__()
+        return reconstruct, arguments, (version, (len(self.raw),), dtype, fortran, self.raw)
+
+
+def test_arrays_that_share_their_bytes_decode_to_no_more_than_the_pickle_holds():
+    raw = bytes(5000)
+    assert loads(pickle.dumps([SharedBytes(raw)], 4)) == [[0] * 5000]
+    shared = pickle.dumps([SharedBytes(raw) for _ in range(50)], 4)
+    assert len(shared) < 3 * len(raw)
+    with pytest.raises(PickleError, match="hold more bytes than the pickle itself"):
+        loads(shared)
+
+
+def test_one_array_in_two_places_comes_twice():
+    scores = np.arange(3000.0)
+    assert loads(pickle.dumps([scores, scores], 4)) == [scores.tolist()] * 2

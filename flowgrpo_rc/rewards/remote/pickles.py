@@ -54,7 +54,7 @@ def loads(data: bytes) -> Any:
             if count >= MOST_INSTRUCTIONS:
                 raise PickleError(f"the pickle has more than {MOST_INSTRUCTIONS} instructions")
         # Depth and size can only be counted now, since a list may be put into itself after it was built.
-        return _Plain().of(_Unpickler(io.BytesIO(data)).load(), 0)
+        return _Plain(len(data)).of(_Unpickler(io.BytesIO(data)).load(), 0)
     except PickleError:
         raise
     # Instructions may come in any order, so each of them can fail in its own way.
@@ -123,11 +123,18 @@ class _Dtype:
 class _Array:
     """Stands for a numpy array, whose data follow as its state."""
 
+    state: Any = None
     values: Any = None
 
     def __setstate__(self, state: Any) -> None:
-        _version, shape, dtype, fortran, raw = state
-        self.values = _values(shape, dtype, fortran, raw)
+        # Decoded later, within a budget: a pickle may refer to the same bytes any number of times.
+        _version, *self.state = state
+
+
+def _array(*state: Any) -> _Array:
+    array = _Array()
+    array.state = state
+    return array
 
 
 def _values(shape: Any, dtype: Any, fortran: Any, raw: Any) -> Any:
@@ -139,7 +146,7 @@ def _values(shape: Any, dtype: Any, fortran: Any, raw: Any) -> Any:
         raise PickleError("the pickle has a numpy array in Fortran's order; send it in C's")
     # Before the product, which Python computes in full for integers of any size.
     sized = len(shape) <= DEEPEST and all(type(length) is int and 0 <= length <= MOST_VALUES for length in shape)
-    if not sized or math.prod(shape) * dtype.numpy.itemsize != len(raw):
+    if not sized or math.prod(shape) > MOST_VALUES or math.prod(shape) * dtype.numpy.itemsize != len(raw):
         raise PickleError(f"the pickle has a numpy array whose shape does not fit its {len(raw)} bytes")
     return np.frombuffer(raw, dtype.numpy).reshape(shape).tolist() if raw else []
 
@@ -148,8 +155,8 @@ _REPLACED = {
     "numpy.dtype": _Dtype,
     "numpy.ndarray": None,  # only ever an argument of ``_reconstruct``
     "multiarray._reconstruct": lambda *_: _Array(),
-    "multiarray.scalar": lambda dtype, raw: _values((), dtype, False, raw),
-    "numeric._frombuffer": lambda raw, dtype, shape, order: _values(shape, dtype, order == "F", raw),
+    "multiarray.scalar": lambda dtype, raw: _array((), dtype, False, raw),
+    "numeric._frombuffer": lambda raw, dtype, shape, order: _array(shape, dtype, order == "F", raw),
 }
 """Replacements of numpy's functions. numpy 1 has them in ``numpy.core``, numpy 2 in ``numpy._core``."""
 
@@ -157,8 +164,20 @@ _REPLACED = {
 class _Plain:
     """Copies unpickled data and counts it."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self._count = 0
+        self._bytes_left = most_bytes
+        """Bytes of arrays that may still be decoded: no more than the pickle has."""
+
+    def _decoded(self, array: _Array) -> Any:
+        # Once for each array; its values are counted wherever it stands.
+        if array.values is None and array.state is not None:
+            shape, dtype, fortran, raw = array.state
+            self._bytes_left -= len(raw) if isinstance(raw, bytes | bytearray) else 0
+            if self._bytes_left < 0:
+                raise PickleError("the pickle's numpy arrays hold more bytes than the pickle itself")
+            array.values = _values(shape, dtype, fortran, raw)
+        return array.values
 
     def of(self, value: Any, depth: int) -> Any:
         """``value`` as plain data, which is ``depth`` levels below the top."""
@@ -175,5 +194,5 @@ class _Plain:
             case dict():
                 return {key: self.of(item, depth + 1) for key, item in value.items()}
             case _Array():
-                return self.of(value.values, depth)
+                return self.of(self._decoded(value), depth)
         raise PickleError(f"the pickle holds a {type(value).__name__.strip('_').lower()} where data is expected")

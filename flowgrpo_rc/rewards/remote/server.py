@@ -228,7 +228,7 @@ class RewardServer:
             return _Refused(401, "the key in the header Authorization (Bearer KEY) is missing or wrong")
         length = request.headers.get("content-length")
         # A body without a length could grow without end.
-        if length is None:
+        if length is None or "transfer-encoding" in request.headers:
             return _Refused(411, "the header Content-Length is missing")
         if int(length) > LARGEST_REQUEST:
             return _Refused(413, f"the request has {length} bytes; at most {LARGEST_REQUEST} are read, so send fewer")
@@ -249,7 +249,10 @@ async def _read(request: HTTPRequest) -> bytes:
     from starlette.requests import ClientDisconnect
 
     try:
-        return await request.body()
+        # A client that lost its network would otherwise keep one of the few places for ever.
+        return await asyncio.wait_for(request.body(), IDLE_S)
+    except asyncio.TimeoutError:
+        raise _Refused(408, f"the request was not received within {IDLE_S} s") from None
     except ClientDisconnect:
         raise _Refused(400, "the client has closed the connection") from None
 
