@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowgrpo_rc.correction.mapping import TensorMapping, as_mapping, optional, response_mask
+from flowgrpo_rc.correction.numerics.compute import correct_and_measure, weights_and_mask
 from flowgrpo_rc.correction.numerics.moments import Moments, merge_over_ranks, metrics_from_moments
-from flowgrpo_rc.correction.numerics.run import correct_and_measure, weights_and_mask
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 
 Batch = TypeVar("Batch")

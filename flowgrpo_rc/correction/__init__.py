@@ -9,7 +9,6 @@ from flowgrpo_rc.lazy import lazy_names
 
 if TYPE_CHECKING:
     from flowgrpo_rc.correction.numerics.compute import NonFiniteLogProbError as NonFiniteLogProbError
-    from flowgrpo_rc.correction.numerics.compute import RolloutCorrection as RolloutCorrection
     from flowgrpo_rc.correction.numerics.compute import compute_offpolicy_metrics as compute_offpolicy_metrics
     from flowgrpo_rc.correction.numerics.compute import compute_rollout_correction as compute_rollout_correction
     from flowgrpo_rc.correction.numerics.compute import (
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from flowgrpo_rc.correction.numerics.compute import compute_rollout_rejection_mask as compute_rollout_rejection_mask
     from flowgrpo_rc.correction.numerics.moments import MetricAccumulator as MetricAccumulator
     from flowgrpo_rc.correction.numerics.moments import Moments as Moments
+    from flowgrpo_rc.correction.numerics.moments import RolloutCorrection as RolloutCorrection
     from flowgrpo_rc.correction.numerics.moments import slime_metrics as slime_metrics
     from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig as RolloutCorrectionConfig
     from flowgrpo_rc.correction.options.explanation import Explanation as Explanation

@@ -19,8 +19,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc.batch import Key
+from flowgrpo_rc.correction.numerics.compute import run_plan
 from flowgrpo_rc.correction.numerics.moments import PREFIX, RolloutCorrection
-from flowgrpo_rc.correction.numerics.run import run_plan
 from flowgrpo_rc.correction.plan import RS_OPTIONS, SAFETY_BOUND, CorrectionPlan, ThresholdSpec, make_plan, mirror_k1
 from flowgrpo_rc.integrations._replace import Replacement
 from flowgrpo_rc.integrations.verl_metrics import compute_is_metrics, compute_rs_metrics

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.log_ratios import row_mean, row_sum
 from flowgrpo_rc.correction.numerics.metrics import MetricTable
-from flowgrpo_rc.correction.numerics.reductions import DEVIATION, LEAST, MEAN, MOST, SAMPLE_DEVIATION
+from flowgrpo_rc.correction.numerics.moments import deviation, least, mean, most, sample_deviation
+from flowgrpo_rc.correction.numerics.weights import row_mean, row_sum
 from flowgrpo_rc.correction.plan import SAFETY_BOUND
 
 
@@ -47,19 +47,19 @@ def compute_is_metrics(
     bounded = weights.clamp(min=0.0, max=upper)
     count = row_sum(valid)
     table = MetricTable(valid, count, torch.ones_like(valid[:, 0]))
-    table.elements("mean", MEAN, _masked(weights, valid))
-    table.elements("std", DEVIATION, _masked(bounded, valid), _masked(bounded.square(), valid))
+    table.elements("mean", mean, _masked(weights, valid))
+    table.elements("std", deviation, _masked(bounded, valid), _masked(bounded.square(), valid))
     if rollout_is == "sequence":
         ratios = log_ratio_for_metrics.flatten()
-        table.rows("ratio_fraction_high", MEAN, ratios > math.log(upper))
-        table.rows("ratio_fraction_low", MEAN, ratios < math.log(lower))
-        table.rows("min", LEAST, ratios.double().clamp(max=SAFETY_BOUND).exp())
-        table.rows("max", MOST, ratios.double().clamp(max=SAFETY_BOUND).exp())
+        table.rows("ratio_fraction_high", mean, ratios > math.log(upper))
+        table.rows("ratio_fraction_low", mean, ratios < math.log(lower))
+        table.rows("min", least, ratios.double().clamp(max=SAFETY_BOUND).exp())
+        table.rows("max", most, ratios.double().clamp(max=SAFETY_BOUND).exp())
     else:
-        table.elements("ratio_fraction_high", MEAN, (raw > upper) & valid)
-        table.elements("ratio_fraction_low", MEAN, (raw < lower) & valid)
-        table.elements("min", LEAST, weights)
-        table.elements("max", MOST, weights)
+        table.elements("ratio_fraction_high", mean, (raw > upper) & valid)
+        table.elements("ratio_fraction_low", mean, (raw < lower) & valid)
+        table.elements("min", least, weights)
+        table.elements("max", most, weights)
     if rollout_is_weights.dim() > 1:
         judged = row_mean(_masked(raw, valid), count)
         _add_rows(table, row_mean(_masked(weights, valid), count), judged, lower, upper, centre=1.0)
@@ -108,15 +108,15 @@ def compute_rs_metrics(
     count = row_sum(valid)
     rows = row_mean(statistic, count) if per_sequence_values is None else per_sequence_values.flatten().double()
     table = MetricTable(valid, count, seq_valid_mask)
-    table.elements("mean", MEAN, statistic)
-    table.elements("std", DEVIATION, inside, inside.square())
+    table.elements("mean", mean, statistic)
+    table.elements("std", deviation, inside, inside.square())
     of_units = table.rows if level == "sequence" else table.elements
     units = rows if level == "sequence" else statistic
     counted = seq_valid_mask if level == "sequence" else valid
-    of_units("max", MOST, units)
-    of_units("min", LEAST, units)
-    of_units("fraction_high", MEAN, (units > upper) & counted)
-    of_units("fraction_low", MEAN, (units < lower) & counted)
+    of_units("max", most, units)
+    of_units("min", least, units)
+    of_units("fraction_high", mean, (units > upper) & counted)
+    of_units("fraction_low", mean, (units < lower) & counted)
     _add_rows(table, rows, rows, lower, upper, centre=0.0)
     metrics = {name: figure.value for name, figure in table.figures(table.totals().tolist()).items()}
     if not apply_lower_threshold:
@@ -126,13 +126,13 @@ def compute_rs_metrics(
 
 def _add_rows(table: MetricTable, rows: Tensor, judged: Tensor, lower: float, upper: float, *, centre: float) -> None:
     """Metrics of rows; ``judged`` is held against the bounds."""
-    table.rows("seq_mean", MEAN, rows)
-    table.rows("seq_std", SAMPLE_DEVIATION, rows, rows.square())
-    table.rows("seq_max", MOST, rows)
-    table.rows("seq_min", LEAST, rows)
-    table.rows("seq_max_deviation", MOST, (rows - centre).abs())
-    table.rows("seq_fraction_high", MEAN, judged > upper)
-    table.rows("seq_fraction_low", MEAN, judged < lower)
+    table.rows("seq_mean", mean, rows)
+    table.rows("seq_std", sample_deviation, rows, rows.square())
+    table.rows("seq_max", most, rows)
+    table.rows("seq_min", least, rows)
+    table.rows("seq_max_deviation", most, (rows - centre).abs())
+    table.rows("seq_fraction_high", mean, judged > upper)
+    table.rows("seq_fraction_low", mean, judged < lower)
 
 
 def _valid(mask: Tensor) -> Bool[Tensor, "B T"]:

@@ -5,28 +5,53 @@ the policy being trained (pi_old in decoupled mode, pi_theta in bypass mode), ``
 policy.
 """
 
-from typing import TYPE_CHECKING, Any
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxtyping import Float, Shaped
+import torch
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.moments import RolloutCorrection
-from flowgrpo_rc.correction.numerics.run import NonFiniteLogProbError, run_plan
+from flowgrpo_rc.correction.numerics import metrics
+from flowgrpo_rc.correction.numerics.moments import (
+    BATCH_NORM_FACTOR,
+    Moments,
+    RolloutCorrection,
+    batch_divisor,
+    metrics_from_moments,
+)
+from flowgrpo_rc.correction.numerics.rejection import Rejection, by_element, rejection_mask
+from flowgrpo_rc.correction.numerics.weights import ImportanceWeights, LogRatios, importance_weights
 from flowgrpo_rc.correction.plan import CorrectionPlan, ThresholdSpec, make_plan
 
 if TYPE_CHECKING:
     from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 
-__all__ = [
-    "NonFiniteLogProbError",
-    "RolloutCorrection",
-    "compute_offpolicy_metrics",
-    "compute_rollout_correction",
-    "compute_rollout_correction_and_rejection_mask",
-    "compute_rollout_correction_weights",
-    "compute_rollout_rejection_mask",
-    "run_plan",
-]
+
+class NonFiniteLogProbError(ValueError):
+    """A valid log-prob is NaN or infinite. The message counts them and names the first.
+
+    Args:
+        p, q: log-probs ``(B, T)`` of the policy being trained and of the rollout.
+        m: the mask; None: all are valid.
+    """
+
+    def __init__(self, p: Tensor, q: Tensor, m: Tensor | None) -> None:
+        bad = ~(torch.isfinite(p) & torch.isfinite(q) & torch.isfinite(p.double() - q.double()))
+        if m is not None:
+            bad &= m != 0
+        positions = bad.nonzero()
+        if len(positions) == 0:
+            super().__init__("Log-probs are too large: the sum of their differences overflows.")
+            return
+        # The first position leads to the image or token at fault.
+        row, column = positions[0].tolist()
+        super().__init__(
+            f"{len(positions)} of {p.numel()} positions have a NaN or infinite log-prob where the mask is valid; "
+            f"the first is ({row}, {column}): log_prob={p[row, column].item()}, "
+            f"rollout_log_prob={q[row, column].item()}."
+        )
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -145,3 +170,181 @@ def compute_offpolicy_metrics(
 ) -> dict[str, float]:
     """The diagnostics alone: perplexities, KL, chi-squared, mean and largest ``|l|``; prefixed ``rollout_corr/``."""
     return run_plan(log_prob, rollout_log_prob, mask, plan=CorrectionPlan(), timesteps=timesteps).metrics
+
+
+def run_plan(*log_probs_and_mask: Any, plan: CorrectionPlan, **options: Any) -> RolloutCorrection:
+    """``correct_and_measure`` with its arguments, and the metrics as numbers."""
+    weights, kept, moments = correct_and_measure(*log_probs_and_mask, plan=plan, **options)
+    return RolloutCorrection(weights, kept, metrics_from_moments(moments), moments)
+
+
+@torch.no_grad()
+def correct_and_measure(
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    mask: Shaped[Tensor, "..."] | None = None,
+    *,
+    plan: CorrectionPlan,
+    row_bounds: Float[Tensor, "..."] | None = None,
+    timesteps: Shaped[Tensor, "..."] | None = None,
+    dp_group: Any = None,
+) -> tuple[Float[Tensor, "..."] | None, Shaped[Tensor, "..."], Moments]:
+    """Carries out a plan: weights, the mask times what is kept, and the moments of all metrics.
+
+    Waits for the device once, for the moments.
+
+    Args:
+        row_bounds: ``(B,)``, for ``rollout_rs_threshold=auto`` alone: the rejection bound of every row, on the size of
+            the aggregated log ratio for k1 and on the statistic for k2 and k3.
+
+    Raises:
+        TypeError, ValueError: as ``compute_rollout_correction_and_rejection_mask``; row bounds that are missing, of
+            another shape, or not positive and finite.
+    """
+    found = _correct(plan, row_bounds, log_prob, rollout_log_prob, mask, timesteps)
+    x = found.log_ratios
+    table, of_criteria = _measure(plan, found)
+    sums = None
+    if plan.importance is not None and plan.importance.batch_normalize:
+        sums = table.sums(BATCH_NORM_FACTOR)
+        # The mean covers the whole batch, which may be spread over ranks.
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(sums, group=dp_group)
+    gaps = None if timesteps is None else (x.log_prob.double() - x.rollout_log_prob.double()).abs()
+    valid = None if timesteps is None else x.valid
+    # Everything that the host needs crosses together: this is the one wait for the device.
+    parts = (table.totals(), of_criteria.totals(), sums, found.row_bounds, gaps, valid, timesteps)
+    totals, criterion_totals, sums, bounds, *by_element = _to_host(*parts)
+    for row, bound in enumerate(bounds):
+        if not 0 < bound < math.inf:
+            raise ValueError(f"rollout_rs_bounds: row {row} has {bound}; give positive, finite numbers.")
+    figures = table.figures(totals) | of_criteria.figures(criterion_totals) | metrics.gaps_by_timestep(*by_element)
+    elements, log_ratio_sum = figures["kl"].numbers
+    # Every NaN or infinite log-prob is in the sum of l, so that no element has to be looked at.
+    if not math.isfinite(log_ratio_sum):
+        raise NonFiniteLogProbError(*(None if t is None else _by_row(t) for t in (log_prob, rollout_log_prob, mask)))
+    if elements == 0:
+        raise ValueError("The mask has no valid element: there is nothing to correct.")
+    divisor = batch_divisor(*sums) if sums else None
+    weights = found.weights
+    if weights is not None:
+        weights = (weights if divisor is None else weights / divisor).view(log_prob.shape)
+    # In the mask's own dtype and with its values, which need not be 0 and 1.
+    keep = found.rejection.keep.view(log_prob.shape)
+    kept = keep if mask is None else mask.masked_fill(~keep, 0)
+    return weights, kept, Moments(plan, figures, divisor)
+
+
+@torch.no_grad()
+def weights_and_mask(
+    log_prob: Float[Tensor, "..."],
+    rollout_log_prob: Float[Tensor, "..."],
+    *,
+    plan: CorrectionPlan,
+    row_bounds: Float[Tensor, "..."] | None = None,
+) -> tuple[Float[Tensor, "..."] | None, Bool[Tensor, "..."]]:
+    """Weights and mask without metrics, and without waiting for the device.
+
+    Values that are not finite are not refused here; weights are not normalised over the batch.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices, as ``run_plan``.
+    """
+    found = _correct(plan, row_bounds, log_prob, rollout_log_prob)
+    weights = None if found.weights is None else found.weights.view_as(log_prob)
+    return weights, found.rejection.keep.view_as(log_prob)
+
+
+class _Corrected(NamedTuple):
+    log_ratios: LogRatios
+    importance: ImportanceWeights | None
+    rejection: Rejection
+    row_bounds: Tensor | None
+
+    @property
+    def weights(self) -> Tensor | None:
+        return None if self.importance is None else self.importance.applied(self.log_ratios)
+
+
+def _correct(
+    plan: CorrectionPlan,
+    row_bounds: Tensor | None,
+    log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor | None = None,
+    timesteps: Tensor | None = None,
+) -> _Corrected:
+    """Weights, and a rejection that includes that of ``rollout_is_mode=mask``."""
+    _check(log_prob, rollout_log_prob, mask, timesteps)
+    row_bounds = _check_row_bounds(row_bounds, log_prob) if plan.calibrated else None
+    x = LogRatios(_by_row(log_prob), _by_row(rollout_log_prob), None if mask is None else _by_row(mask))
+    rejection = rejection_mask(x, plan, row_bounds)
+    if plan.importance is None:
+        return _Corrected(x, None, rejection, row_bounds)
+    # Of the unmasked ratio: weights and rejection do not depend on each other.
+    importance = importance_weights(x, plan.importance)
+    if plan.importance.rejects:
+        inside = by_element(~(importance.low | importance.high))
+        rejection = rejection._replace(keep=rejection.keep & inside)
+    return _Corrected(x, importance, rejection, row_bounds)
+
+
+@torch.inference_mode()  # cheaper operations; no tensor of the tables reaches a caller
+def _measure(plan: CorrectionPlan, found: _Corrected) -> tuple[metrics.MetricTable, metrics.MetricTable]:
+    """Every metric of a plan; those of single criteria in a table of their own."""
+    x = found.log_ratios
+    # verl leaves rows without a valid element out of a criterion's metrics and counts them in all others.
+    nonempty = x.sizes > 0
+    of_criteria = metrics.MetricTable(x.valid, x.sizes, nonempty)
+    table = metrics.MetricTable(x.valid, x.sizes, torch.ones_like(nonempty) if plan.counts_empty_rows else nonempty)
+    for verdict in found.rejection.verdicts:
+        metrics.criterion_metrics(of_criteria, verdict, x)
+    if plan.importance is not None and found.importance is not None:
+        metrics.weight_metrics(table, plan.importance, found.importance, x)
+    if plan.can_reject:
+        metrics.rejection_metrics(table, found.rejection, x)
+    metrics.diagnostics(table, x)
+    return table, of_criteria
+
+
+def _by_row(values: Tensor) -> Tensor:
+    """``(B,)`` as ``(B, 1)``."""
+    return values.reshape(len(values), -1)
+
+
+def _to_host(*parts: Tensor | None) -> list[list[float]]:
+    """The numbers of each part, none for None, in the one transfer of a call."""
+    rest = iter(torch.cat([part.double().flatten() for part in parts if part is not None]).to("cpu").tolist())
+    return [[] if part is None else list(itertools.islice(rest, part.numel())) for part in parts]
+
+
+def _check(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor | None, timesteps: Tensor | None) -> None:
+    if not (log_prob.is_floating_point() and rollout_log_prob.is_floating_point()):
+        raise TypeError(
+            f"log-probs must be floating point, got log_prob {log_prob.dtype} and "
+            f"rollout_log_prob {rollout_log_prob.dtype}."
+        )
+    shape = log_prob.shape
+    if len(shape) not in (1, 2):
+        raise ValueError(f"log_prob must be (B,) or (B, T), got shape {tuple(shape)}.")
+    for name, other in (("rollout_log_prob", rollout_log_prob), ("mask", mask), ("timesteps", timesteps)):
+        if other is not None and other.shape != shape:
+            raise ValueError(f"log_prob has shape {tuple(shape)}, but {name} has shape {tuple(other.shape)}.")
+        # Moving it here would be a silent transfer at every step.
+        if other is not None and other.device != log_prob.device:
+            raise ValueError(f"log_prob is on {log_prob.device}, but {name} is on {other.device}; move one.")
+    if log_prob.numel() == 0:
+        raise ValueError(f"The batch is empty: log_prob has shape {tuple(shape)}.")
+
+
+def _check_row_bounds(bounds: Tensor | None, log_prob: Tensor) -> Tensor:
+    """The bounds on the device of the log-probs; a trainer measures them on the host."""
+    if bounds is None:
+        raise ValueError(
+            "rollout_rs_threshold='auto' needs the rejection bound of every row (rollout_rs_bounds in the batch, which "
+            "the trainer measures). Outside of it, give numbers."
+        )
+    if bounds.shape != log_prob.shape[:1]:
+        raise ValueError(f"rollout_rs_bounds has shape {tuple(bounds.shape)}, expected {tuple(log_prob.shape[:1])}.")
+    # Their values are checked on the host, with the one transfer.
+    return bounds.to(log_prob.device, non_blocking=True)

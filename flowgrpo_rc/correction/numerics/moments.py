@@ -1,17 +1,24 @@
-"""Results of a correction: weights, mask and metrics, and the moments by which metrics merge exactly."""
+"""Results of a correction, and the moments by which metrics merge exactly over micro-batches and ranks.
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+A metric is a function of a few numbers, its moments, which are sums or minima over elements or rows. Merging those
+makes a merged metric equal to the metric of the merged batch, which a mean of standard deviations would not be.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.reductions import Reduction
 from flowgrpo_rc.correction.plan import CorrectionPlan
 
 PREFIX = "rollout_corr/"
 BATCH_NORM_FACTOR = "rollout_is_batch_norm_factor"
+ROUNDING = 2.0**-50
+"""Share of the mean square below which a variance is only rounding: that of a deviation of 3e-8 of the mean."""
 Metrics = dict[str, float]
 _SLIME_ONLY = "mis_"
 """Metrics that only slime has carry its names from the start."""
@@ -27,21 +34,104 @@ _SLIME = {
 """Names of our metrics in slime's MIS helper."""
 
 
-class Figure(NamedTuple):
-    """The numbers of one metric, on the host."""
+# Metrics as functions of their merged moments; the first is the number of elements or rows.
 
-    reduction: Reduction
+
+def mean(n: float, total: float) -> float:
+    """``E[x]``."""
+    return total / n
+
+
+def mean_excess(n: float, total: float) -> float:
+    """``E[x] - 1``."""
+    return total / n - 1.0
+
+
+def mean_from_one(n: float, excess: float) -> float:
+    """``E[x]`` from sums of ``x - 1``."""
+    return 1.0 + excess / n
+
+
+def chi_squared(n: float, excess: float, squares: float) -> float:
+    """``E[r^2] - 1`` of ``r - 1``."""
+    return (squares + 2.0 * excess) / n
+
+
+def deviation(n: float, total: float, squares: float) -> float:
+    """``sqrt(E[x^2] - E[x]^2)``; 0 for a single value."""
+    mean = total / n
+    variance = squares / n - mean * mean
+    # A difference of two equal squares is rounding noise, which the root would make visible.
+    return math.sqrt(variance) if n > 1 and variance > ROUNDING * squares / n else 0.0
+
+
+def sample_deviation(n: float, total: float, squares: float) -> float:
+    """``deviation`` with ``n - 1`` in the denominator."""
+    return deviation(n, total, squares) * math.sqrt(n / (n - 1.0)) if n > 1 else 0.0
+
+
+def _of_weights(
+    n: float, weight: float, squares: float, excess: float, excess_squares: float
+) -> tuple[float, float, float]:
+    """``E[w]``, ``E[w^2]`` and the deviation, from sums of ``w`` or of ``w - 1``, which is the more exact near 1."""
+    if weight / n <= 0.5:
+        return weight / n, squares / n, deviation(n, weight, squares)
+    square = 1.0 + 2.0 * (excess / n) + excess_squares / n
+    return 1.0 + excess / n, square, deviation(n, excess, excess_squares)
+
+
+def weight_mean(*sums: float) -> float:
+    """``E[w]``."""
+    return _of_weights(*sums)[0]
+
+
+def weight_deviation(*sums: float) -> float:
+    """``deviation`` of weights."""
+    return _of_weights(*sums)[2]
+
+
+def weight_sample_deviation(n: float, *sums: float) -> float:
+    """``sample_deviation`` of weights."""
+    return weight_deviation(n, *sums) * math.sqrt(n / (n - 1.0)) if n > 1 else 0.0
+
+
+def effective_size(*sums: float) -> float:
+    """``E[w]^2 / E[w^2]``, the effective sample size as a share."""
+    mean, square, _ = _of_weights(*sums)
+    return mean * mean / square if square > 0.0 and mean > 0.0 else 0.0
+
+
+def batch_divisor(n: float, weight: float, excess: float) -> float:
+    """The mean weight, by which batch normalisation divides; 1 where it is tiny."""
+    mean = weight_mean(max(n, 1.0), weight, 0.0, excess, 0.0)
+    return mean if mean > 1e-8 else 1.0
+
+
+def least(least: float) -> float:
+    """The minimum."""
+    return least
+
+
+def most(minus_most: float) -> float:
+    """The maximum, kept as the minimum of the negative, so that all extremes merge in one way."""
+    return -minus_most
+
+
+class Figure(NamedTuple):
+    """One metric: a function of its moments, and the moments on the host."""
+
+    finish: Callable[..., float]
     numbers: tuple[float, ...]
 
     @property
     def value(self) -> float:
         """The metric."""
-        return self.reduction.finish(*self.numbers)
+        return self.finish(*self.numbers)
 
     def merge(self, other: "Figure") -> "Figure":
         """The same metric of both batches together."""
-        merge = self.reduction.merge
-        return Figure(self.reduction, tuple(merge(a, b) for a, b in zip(self.numbers, other.numbers, strict=True)))
+        join = min if self.finish in (least, most) else operator.add
+        return Figure(self.finish, tuple(join(a, b) for a, b in zip(self.numbers, other.numbers, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +140,9 @@ class Moments:
 
     plan: CorrectionPlan
     figures: Mapping[str, Figure]
-    """Every metric by its name, those of single timesteps excepted."""
+    """Every metric by its name. Metrics of single timesteps need not be in every batch."""
     divisor: float | None = None
     """The divisor of batch normalisation; None when unknown (after a merge) or without normalisation."""
-    timesteps: Mapping[float, tuple[float, float]] = field(default_factory=dict)
-    """Sum of ``|l|`` and number of valid elements per timestep value."""
-
-    # Counts are the first numbers of a mean, over elements and over rows.
-
-    @property
-    def count(self) -> float:
-        """Valid elements."""
-        return self.figures["kl"].numbers[0]
-
-    @property
-    def row_count(self) -> float:
-        """Rows with a valid element."""
-        return self.figures["log_ppl_diff"].numbers[0]
 
     def merge(self, other: "Moments") -> "Moments":
         """Moments of both batches together.
@@ -78,12 +154,10 @@ class Moments:
             # Bounds enter the numbers, so those of other options would mix two meanings.
             raise ValueError("Only results computed with the same options can be merged.")
         # The divisor is not merged: micro-batches that were normalised apart have none in common.
-        figures = {name: figure.merge(other.figures[name]) for name, figure in self.figures.items()}
-        timesteps = dict(self.timesteps)
-        for t, (total, count) in other.timesteps.items():
-            before = timesteps.get(t, (0.0, 0.0))
-            timesteps[t] = (before[0] + total, before[1] + count)
-        return Moments(self.plan, figures, timesteps=timesteps)
+        both = {
+            name: figure.merge(other.figures[name]) for name, figure in self.figures.items() if name in other.figures
+        }
+        return Moments(self.plan, {**self.figures, **other.figures, **both})
 
 
 def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Metrics:
@@ -92,13 +166,6 @@ def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Metrics:
     if moments.divisor is not None:
         # The divisor covers all ranks, also while the other numbers are still those of one.
         out[BATCH_NORM_FACTOR] = moments.divisor
-    sums: dict[str, tuple[float, float]] = {}
-    for t, (gap, count) in moments.timesteps.items():
-        # Values with the same six digits share one mean.
-        name = f"logprob_abs_diff/ts_{t:.6g}"
-        before = sums.get(name, (0.0, 0.0))
-        sums[name] = (before[0] + gap, before[1] + count)
-    out |= {name: gap / count for name, (gap, count) in sums.items()}
     return {prefix + name: value for name, value in out.items()}
 
 
@@ -173,11 +240,11 @@ def merge_over_ranks(moments: Moments | None, dp_group: Any = None) -> Moments |
     # Ranks may hold nothing, so sizes differ: gather objects, not tensors.
     gathered: list[Moments | None] = [None] * torch.distributed.get_world_size(dp_group)
     torch.distributed.all_gather_object(gathered, moments, group=dp_group)
-    merged = None
+    merged = MetricAccumulator()
     for each in gathered:
         if each is not None:
-            merged = each if merged is None else merged.merge(each)
-    return merged
+            merged.add(each)
+    return merged._moments
 
 
 def _moments(result: RolloutCorrection | Moments) -> Moments:

@@ -4,30 +4,30 @@
 quantity here is ``l`` itself; the metrics report ``-l``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.log_ratios import clamp, excess_and_k3, row_mean, row_sum
-from flowgrpo_rc.correction.plan import Criterion
+from flowgrpo_rc.correction.numerics.weights import LogRatios, row_mean, row_sum
+from flowgrpo_rc.correction.plan import CorrectionPlan, Criterion
 
-QUANTITIES: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda log_ratio: log_ratio,
-    "k2": lambda log_ratio: log_ratio * log_ratio / 2,
-    "k3": lambda log_ratio: excess_and_k3(log_ratio)[1],
+QUANTITIES: dict[str, Callable[[LogRatios], Tensor]] = {
+    "k1": lambda x: x.clamped,
+    "k2": lambda x: x.clamped * x.clamped / 2,
+    "k3": lambda x: x.k3,
 }
-"""The quantity that a criterion bounds, as a function of the clamped ``l`` of one element."""
-AGGREGATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "token": lambda values, valid: values,
-    "seq_sum": lambda values, valid: row_sum(values),
-    "seq_mean": lambda values, valid: row_mean(values, row_sum(valid)),
+"""The quantity of each element that a criterion bounds."""
+AGGREGATES: dict[str, Callable[[Tensor, LogRatios], Tensor]] = {
+    "token": lambda values, x: values,
+    "seq_sum": lambda values, x: row_sum(values),
+    "seq_mean": lambda values, x: row_mean(values, x.sizes),
     # k2 and k3 are never negative, so that the 0 of an invalid element is no maximum.
-    "seq_max": lambda values, valid: values.amax(1).double(),
+    "seq_max": lambda values, x: values.amax(1).double(),
 }
-"""From the quantity and the validity of elements to the number that is held against the bounds."""
+"""From the quantity of elements to the number that is held against the bounds."""
 
 
 class Verdict(NamedTuple):
@@ -53,55 +53,43 @@ class Rejection(NamedTuple):
     """Elements with a ratio below the veto's threshold; None without a veto."""
 
 
-def rejection_mask(
-    log_ratio: Float[Tensor, "B T"],
-    valid: Bool[Tensor, "B T"],
-    criteria: Sequence[Criterion],
-    *,
-    log_veto: float | None = None,
-    row_bounds: Float[Tensor, " B"] | None = None,
-) -> Rejection:
-    """Keeps what every criterion keeps; a row with one ``l < log_veto`` (not clamped) is rejected whole.
+def rejection_mask(x: LogRatios, plan: CorrectionPlan, row_bounds: Float[Tensor, " B"] | None = None) -> Rejection:
+    """Keeps what every criterion keeps; a row with one ``l`` below ``plan.log_veto`` is rejected whole.
 
     Args:
         row_bounds: the bounds of a calibrated criterion, which stands alone, in place of its own.
     """
-    verdicts = [judge(log_ratio, valid, criterion, row_bounds) for criterion in criteria]
-    keep = valid
+    verdicts = [judge(x, criterion, row_bounds) for criterion in plan.criteria]
+    keep = x.valid
     for verdict in verdicts:
         keep = keep & ~by_element(verdict.low | verdict.high)
     vetoed = None
-    if log_veto is not None:
+    if plan.log_veto is not None:
         # Not clamped, since a threshold may lie beyond the safety bound.
-        vetoed = (log_ratio < log_veto) & valid
+        vetoed = (x.log_ratio < plan.log_veto) & x.valid
         keep = keep & ~vetoed.any(1, keepdim=True)
     return Rejection(keep, verdicts, vetoed)
 
 
-def judge(
-    log_ratio: Float[Tensor, "B T"],
-    valid: Bool[Tensor, "B T"],
-    criterion: Criterion,
-    row_bounds: Float[Tensor, " B"] | None = None,
-) -> Verdict:
+def judge(x: LogRatios, criterion: Criterion, row_bounds: Float[Tensor, " B"] | None = None) -> Verdict:
     """Holds the log ratios against one criterion; bounds are inclusive."""
-    values = AGGREGATES[criterion.aggregate](QUANTITIES[criterion.statistic](clamp(log_ratio)), valid)
+    values = AGGREGATES[criterion.aggregate](QUANTITIES[criterion.statistic](x), x)
     # Compared in the compute dtype, to which the bounds are rounded.
-    compared = values.to(log_ratio.dtype)
+    compared = values.to(x.log_ratio.dtype)
     lower = criterion.lower
     upper = criterion.upper
     if row_bounds is not None:
-        upper = row_bounds.to(log_ratio.dtype)
+        upper = row_bounds.to(compared.dtype)
         lower = -upper
     # Elements and rows without a valid log ratio hold 0, which a band may exclude.
-    judged = valid if values.dim() == 2 else valid.any(1)
+    judged = x.valid if values.dim() == 2 else x.sizes > 0
     return Verdict(criterion, values, lower, upper, (compared < lower) & judged, (compared > upper) & judged)
 
 
 def row_statistic(log_ratio: Float[Tensor, "B W"], criterion: Criterion) -> Float[Tensor, " B"]:
     """Size of the number that a row criterion bounds, in float64: of the aggregated ``l`` for k1, else of k2 or k3."""
     log_ratio = log_ratio.double()
-    return judge(log_ratio, torch.ones_like(log_ratio, dtype=torch.bool), criterion).values.abs()
+    return judge(LogRatios(log_ratio, torch.zeros_like(log_ratio)), criterion).values.abs()
 
 
 def by_element(flags: Bool[Tensor, "B ..."]) -> Bool[Tensor, "B ..."]:

@@ -1,32 +1,92 @@
-"""Importance weights (SPEC section 2): ``w = bound(r)`` of each element, or of a whole row.
+"""Log ratios and importance weights (SPEC sections 1 and 2).
 
-``bound`` belongs to the ``rollout_is_mode``; ``plan.WEIGHT_MODES`` has it.
+Notation of this folder, for element ``t`` of row ``i``: ``l = log_prob - rollout_log_prob`` (train over rollout) and
+``r = exp(l)``. An element is one token or one SDE step; a row is one sequence, or one image's window of steps, with
+``n_i`` valid elements. Invalid elements hold 0 in every tensor, so that they add nothing to a sum.
+
+Elements are computed in float32 (float64 for float64 log-probs), and sums over rows are kept in float64.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.log_ratios import LogRatios, clamp, excess, row_mean, row_sum
-from flowgrpo_rc.correction.plan import ImportanceSampling
+from flowgrpo_rc.correction.plan import SAFETY_BOUND, ImportanceSampling
+
+
+class LogRatios:
+    """Log-probs and log ratios ``(B, T)`` of two policies in the compute dtype, 0 where invalid."""
+
+    def __init__(
+        self, p: Float[Tensor, "B T"], q: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"] | None = None
+    ) -> None:
+        """``p`` of the policy being trained, ``q`` of the rollout; ``mask`` is non-zero where valid (None: all)."""
+        # Half precision cannot hold differences of 1e-5 to 1e-2, the size of an SDE step's log ratio.
+        dtype = torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
+        invalid = torch.zeros_like(p, dtype=torch.bool) if mask is None else mask == 0
+        # Filled before the subtraction, since a NaN or an infinity at an invalid element must have no effect.
+        self.log_prob = p.to(dtype).masked_fill(invalid, 0.0).contiguous()
+        self.rollout_log_prob = q.to(dtype).masked_fill(invalid, 0.0).contiguous()
+        self.log_ratio = self.log_prob - self.rollout_log_prob
+        self.valid = ~invalid.contiguous()
+        self.sizes = row_sum(self.valid)
+        """``n_i``."""
+
+    @cached_property
+    def clamped(self) -> Float[Tensor, "B T"]:
+        """``l`` within the safety bound."""
+        return clamp(self.log_ratio)
+
+    @property
+    def excess(self) -> Float[Tensor, "B T"]:
+        """``r - 1`` of the clamped ``l``."""
+        return self._excess_and_k3[0]
+
+    @property
+    def k3(self) -> Float[Tensor, "B T"]:
+        """``k3 = r - 1 - l`` of the clamped ``l``."""
+        return self._excess_and_k3[1]
+
+    @cached_property
+    def _excess_and_k3(self) -> tuple[Tensor, Tensor]:
+        # Near l = 0 float32 rounds away the digits that standard deviations, chi-squared and k3 are made of.
+        exact = self.clamped.double()
+        growth = torch.expm1(exact)
+        return growth.to(self.clamped.dtype), (growth - exact).to(self.clamped.dtype)
+
+
+def clamp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """``l`` within the safety bound."""
+    return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+
+
+def safe_exp(log: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """``exp``, its argument clamped to the safety bound."""
+    return clamp(log).exp()
+
+
+def row_sum(values: Shaped[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    """``sum_t values`` in float64, of numbers or flags."""
+    return values.sum(1).double()
+
+
+def row_mean(values: Shaped[Tensor, "B T"], sizes: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """``(1 / n_i) sum_t values`` in float64; 0 for a row without a valid element."""
+    return row_sum(values) / sizes.clamp(min=1.0)
 
 
 class ImportanceWeights(NamedTuple):
-    """Weights of the units that have one: elements ``(B, T)`` for level ``token``, else rows ``(B,)`` in float64.
-
-    A weight is kept as ``w`` and as ``w - 1``: near 1 the second is the more exact, near 0 the first.
-    """
+    """Weights of the units that have one: elements ``(B, T)`` for level ``token``, else rows ``(B,)`` in float64."""
 
     weight: Float[Tensor, "B ..."]
     """``w``, within its bounds; 0 where nothing is valid."""
-    excess: Float[Tensor, "B ..."]
-    """``w - 1``; at invalid elements 0."""
     ratio: Float[Tensor, "B ..."]
     """``r``, before the bounds."""
-    ratio_excess: Float[Tensor, "B ..."]
-    """``r - 1``."""
+    log_ratio: Float[Tensor, "B ..."]
+    """Log of ``r``, clamped."""
     low: Bool[Tensor, "B ..."]
     """``r`` is below the bounds."""
     high: Bool[Tensor, "B ..."]
@@ -40,51 +100,34 @@ class ImportanceWeights(NamedTuple):
         return self.weight.to(x.log_ratio.dtype).unsqueeze(1) * x.valid
 
 
-def importance_weights(
-    log_ratio: Float[Tensor, "B T"], valid: Bool[Tensor, "B T"], spec: ImportanceSampling
-) -> ImportanceWeights:
-    """Importance weights of log ratios, without batch normalisation.
+def importance_weights(x: LogRatios, spec: ImportanceSampling) -> ImportanceWeights:
+    """Importance weights ``w = bound(r)`` without batch normalisation; ``plan.WEIGHT_MODES`` has the ``bound``.
 
     ========== ===========================  ===============
-    level      log weight                   one weight for
+    level      ``log r``                    one weight for
     ========== ===========================  ===============
     token      ``l``                        each element
     sequence   ``sum_t l``                  each row
     geometric  ``(1 / n_i) sum_t l``        each row
     ========== ===========================  ===============
 
-    The log weight is clamped to the safety bound, then ``r = exp(log weight)`` and ``w = bound(r)``.
+    ``log r`` is clamped to the safety bound.
     """
     if spec.level == "token":
-        log_weight = clamp(log_ratio)
-        has_weight = valid
-    else:
-        total = row_sum(log_ratio) if spec.level == "sequence" else row_mean(log_ratio, row_sum(valid))
-        # Compared with its bounds in the compute dtype, as an element is.
-        log_weight = clamp(total.to(log_ratio.dtype))
-        has_weight = valid.any(1)
-    low = log_weight < spec.log_lower
-    high = log_weight > spec.log_upper
-    empty_excess = -1.0
-    if spec.level == "token":
+        log_ratio = x.clamped
         # Invalid elements have a ratio of 1, which a band may exclude.
-        low = low & valid
-        high = high & valid
-        empty_excess = 0.0
+        low = (log_ratio < spec.log_lower) & x.valid
+        high = (log_ratio > spec.log_upper) & x.valid
+        has_weight = x.valid
     else:
+        total = row_sum(x.log_ratio) if spec.level == "sequence" else row_mean(x.log_ratio, x.sizes)
+        # Compared with its bounds in the compute dtype, as an element is.
+        log_ratio = clamp(total.to(x.log_ratio.dtype))
+        low = log_ratio < spec.log_lower
+        high = log_ratio > spec.log_upper
+        has_weight = x.sizes > 0
         # A product of many ratios needs the range and the digits of float64.
-        log_weight = log_weight.double()
-    ratio = log_weight.exp()
-    ratio_excess = excess(log_weight)
-    weight = spec.bound(ratio, low | high)
-    # expm1 has more digits than w - 1, and holds for every ratio that bounding left alone.
-    weight_excess = torch.where(weight == ratio, ratio_excess, weight - 1.0)
-    nothing = ~has_weight
-    return ImportanceWeights(
-        weight=weight.masked_fill(nothing, 0.0),
-        excess=weight_excess.masked_fill_(nothing, empty_excess),
-        ratio=ratio,
-        ratio_excess=ratio_excess,
-        low=low,
-        high=high,
-    )
+        log_ratio = log_ratio.double()
+    ratio = log_ratio.exp()
+    weight = spec.bound(ratio, low | high).masked_fill(~has_weight, 0.0)
+    return ImportanceWeights(weight, ratio, log_ratio, low, high)
