@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -120,14 +119,9 @@ class ImportanceSampling:
         return 1.0 / self.upper if WEIGHT_MODES[self.mode].one_bound else self.lower
 
     @property
-    def log_upper(self) -> float:
-        """The log ratio above which ``..._fraction_high`` counts."""
-        return math.log(self.upper)
-
-    @property
-    def log_lower(self) -> float:
-        """The log ratio below which ``..._fraction_low`` counts."""
-        return _log(self.reported_lower)
+    def log_bounds(self) -> tuple[float, float]:
+        """The log ratios below and above which ``..._fraction_low`` and ``..._fraction_high`` count."""
+        return _log(self.reported_lower), math.log(self.upper)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +145,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionPlan:
-    """Everything that one call computes. Hashable, without tensors, and valid by construction (see ``make_plan``)."""
+    """Everything that one call computes, without tensors, and valid by construction (see ``make_plan``)."""
 
     importance: ImportanceSampling | None = None
     criteria: tuple[Criterion, ...] = ()
@@ -193,61 +187,47 @@ def make_plan(
     rollout_rs_threshold: ThresholdSpec = None,
     rollout_token_veto_threshold: ThresholdSpec = None,
 ) -> CorrectionPlan:
-    """Parses and validates the options of one call. Cached, since every training step makes the same plan.
+    """Parses and validates the options of one call.
+
+    Thresholds are checked without weights or a criterion too: a typo must not wait until these are switched on.
 
     Raises:
         TypeError: a bool or another type where a number or string belongs.
         ValueError: an unknown option, or a bound that is NaN, not positive, or out of order.
     """
-    options = {"rollout_is": rollout_is, "rollout_is_mode": rollout_is_mode, "rollout_rs": rollout_rs}
-    for name, option in options.items():
-        if option is not None and not isinstance(option, str):
-            raise TypeError(f"{name} must be a string or null, got {show(option)}.")
-    is_threshold = plain_threshold(rollout_is_threshold, "rollout_is_threshold")
-    rs_threshold = plain_threshold(rollout_rs_threshold, "rollout_rs_threshold")
-    veto = plain_threshold(rollout_token_veto_threshold, "rollout_token_veto_threshold", band=False)
-    # Checked above, since the cache would fail on a list with a message about hashes.
-    weights = (rollout_is, is_threshold, rollout_is_mode, bool(rollout_is_batch_normalize))
-    return _plan(weights, (rollout_rs, rs_threshold), veto)
-
-
-@lru_cache
-def _plan(
-    weights: tuple[str | None, ThresholdSpec, str | None, bool],
-    rejection: tuple[str | None, ThresholdSpec],
-    veto: ThresholdSpec,
-) -> CorrectionPlan:
-    level, threshold, mode, batch_normalize = weights
-    choice("rollout_is", level, (None, *IS_LEVELS))
-    if level is not None and threshold is None:
+    choice("rollout_is", rollout_is, (None, *IS_LEVELS))
+    choice("rollout_is_mode", rollout_is_mode, (None, *WEIGHT_MODES))
+    importance = None
+    if rollout_is_threshold is not None:
+        bounds = _is_bounds(rollout_is_threshold, rollout_is_mode)
+        if rollout_is is not None:
+            importance = ImportanceSampling(rollout_is, *bounds, bool(rollout_is_batch_normalize))
+    elif rollout_is is not None:
         raise ValueError(
-            f"rollout_is_threshold is null with rollout_is={level!r}; give a number or 'lower_upper', or set "
+            f"rollout_is_threshold is null with rollout_is={rollout_is!r}; give a number or 'lower_upper', or set "
             "rollout_is=null for no weights."
         )
-    importance = None
-    if level is not None:
-        importance = ImportanceSampling(level, *parse_is_threshold(threshold, mode), batch_normalize)
-    log_veto = None if veto is None else math.log(parse_number(veto, "rollout_token_veto_threshold"))
-    return CorrectionPlan(importance, _criteria(*rejection), log_veto)
+    log_veto = None
+    if rollout_token_veto_threshold is not None:
+        log_veto = math.log(parse_number(rollout_token_veto_threshold, "rollout_token_veto_threshold"))
+    return CorrectionPlan(importance, _criteria(rollout_rs, rollout_rs_threshold), log_veto)
 
 
-def parse_is_threshold(spec: ThresholdSpec, mode: str | None = None) -> tuple[str, float, float]:
+def _is_bounds(spec: ThresholdSpec, mode: str | None) -> tuple[str, float, float]:
     """``(mode, lower, upper)`` of an importance-sampling threshold; ``lower`` is 0 for none.
 
     A number ``u`` alone means ``truncate``, and ``"lower_upper"`` means ``zero`` (IcePop). An explicit ``mode`` with
     two bounds reads a lone ``u`` as ``1/u_u``. A lower bound of 0 needs ``clip`` or ``mask``.
     """
     name = "rollout_is_threshold"
-    choice("rollout_is_mode", mode, (None, *WEIGHT_MODES))
-    below, above = split_band(spec, name)
     # verl has no mode: the form of its threshold decides.
     if mode is None:
-        mode = "truncate" if below is None else "zero"
+        mode = "zero" if is_band(spec) else "truncate"
     if not WEIGHT_MODES[mode].one_bound:
         return mode, *_bounds(spec, name, zero_allowed=WEIGHT_MODES[mode].lower_may_be_zero)
-    if below is not None:
+    if is_band(spec):
         raise ValueError(f"{name}={spec!r}: truncation has one bound, the upper; give a single number.")
-    return mode, 0.0, parse_number(above, name, band=spec)
+    return mode, 0.0, parse_number(spec, name, band=spec)
 
 
 def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, ...]:
@@ -255,8 +235,16 @@ def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, .
 
     ``spec`` has one entry for all of them or one for each, comma-separated.
     """
+    entries = [e.strip() for e in spec.split(",") if e.strip()] if isinstance(spec, str) else [spec]
     if rollout_rs is None:
+        for entry in entries or [spec]:
+            if is_band(entry):
+                _bounds(entry, "rollout_rs_threshold", zero_allowed=True)
+            elif entry not in (None, AUTO):
+                parse_number(entry, "rollout_rs_threshold", band=spec)
         return ()
+    if not isinstance(rollout_rs, str):
+        raise TypeError(f"rollout_rs must be a string or null, got {show(rollout_rs)}.")
     # A repeated criterion would report its metrics twice under one name.
     options = list(dict.fromkeys(part.strip() for part in rollout_rs.split(",") if part.strip()))
     if not options:
@@ -266,7 +254,6 @@ def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, .
     named = ",".join(options)
     if spec is None:
         raise ValueError(f"rollout_rs={named!r} needs rollout_rs_threshold.")
-    entries = [e.strip() for e in spec.split(",") if e.strip()] if isinstance(spec, str) else [spec]
     # The batch carries one bound for each row, which cannot serve two criteria.
     if AUTO in entries and spec != AUTO:
         raise ValueError(f"rollout_rs_threshold={spec!r}: auto stands alone, for one criterion; give it, or numbers.")
@@ -287,7 +274,7 @@ def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, .
     return tuple(_criterion(option, entry) for option, entry in zip(options, entries, strict=True))
 
 
-def _criterion(option: str, entry: object) -> Criterion:
+def _criterion(option: str, entry: ThresholdSpec) -> Criterion:
     aggregate, _, statistic = option.rpartition("_")
     name = f"rollout_rs_threshold for {option}"
     if entry == AUTO:
@@ -306,22 +293,6 @@ def mirror_k1(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
     return tuple(
         replace(c, lower=-c.upper, upper=-c.lower, mirrored=True) if c.statistic == "k1" else c for c in criteria
     )
-
-
-def check_unused_rs_threshold(spec: ThresholdSpec) -> None:
-    """Checks a threshold without a criterion: a number or a band, or several with commas.
-
-    Raises:
-        TypeError, ValueError: as for a criterion.
-    """
-    if spec is None or spec == AUTO:
-        return
-    # A criterion may come later, from another file or override; a typo should not wait for it.
-    for entry in spec.split(",") if isinstance(spec, str) else [spec]:
-        if is_band(entry):
-            _bounds(entry, "rollout_rs_threshold", zero_allowed=True)
-        else:
-            parse_number(entry, "rollout_rs_threshold", band=spec)
 
 
 # Numbers and bands as users write them.
@@ -356,16 +327,8 @@ def is_band(value: object) -> bool:
     return isinstance(value, str) and "_" in value
 
 
-def split_band(spec: object, name: str) -> tuple[object | None, object]:
-    """``(lower, upper)`` as written in ``"lower_upper"``, ``(None, upper)`` of a lone number.
-
-    Raises:
-        ValueError: more than two parts, or null.
-    """
-    if spec is None:
-        raise ValueError(f"{name} is null; {_BAND_FORM}.")
-    if not isinstance(spec, str) or "_" not in spec:
-        return None, spec
+def split_band(spec: str, name: str) -> tuple[str, str]:
+    """``(lower, upper)`` as written in ``"lower_upper"``; ``ValueError`` unless there are two parts."""
     # Python reads "1_2" as 12, so that a third part would pass unnoticed.
     parts = [part.strip() for part in spec.split("_")]
     if len(parts) > 2:
@@ -403,14 +366,16 @@ def parse_number(value: object, name: str, *, band: object = None, zero_allowed:
     return number
 
 
-def _bounds(spec: object, name: str, *, zero_allowed: bool) -> tuple[float, float]:
+def _bounds(spec: ThresholdSpec, name: str, *, zero_allowed: bool) -> tuple[float, float]:
     """The bounds of a ratio; the lower one of a lone number is its reciprocal, and may be 0 if ``zero_allowed``."""
-    below, above = split_band(spec, name)
-    upper = parse_number(above, name, band=spec)
-    # A lone number is symmetric in the log ratio.
-    lower = 1.0 / upper
-    if below is not None:
+    if isinstance(spec, str) and is_band(spec):
+        below, above = split_band(spec, name)
+        upper = parse_number(above, name, band=spec)
         lower = parse_number(below, f"{name} (lower bound)", band=spec, zero_allowed=zero_allowed)
+    else:
+        upper = parse_number(spec, name, band=spec)
+        # A lone number is symmetric in the log ratio.
+        lower = 1.0 / upper
     if lower > upper:
         raise ValueError(f"{name}={show(spec)}: the lower bound {lower:g} exceeds the upper {upper:g}; {_BAND_FORM}.")
     return lower, upper

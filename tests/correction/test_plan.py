@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig
-from flowgrpo_rc.correction.plan import make_plan
 
 FORM = "'lower_upper' as in '0.5_2.0'"
 FIELDS = {
@@ -82,10 +81,6 @@ def test_where_one_number_belongs_no_band_is_proposed(key, value):
     with pytest.raises(ValueError, match=f"{key}: .*give one number") as caught:
         RolloutCorrectionConfig.from_dict({key: value})
     assert "lower_upper" not in str(caught.value)
-
-
-def test_plans_are_parsed_once():
-    assert make_plan("token", 2.0) is make_plan("token", 2.0)
 
 
 @pytest.mark.parametrize("value", ["x", "", -1, math.nan, "0.5-2.0", "2.0_0.5", "0.5_2.0,y"])

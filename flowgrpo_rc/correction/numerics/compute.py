@@ -222,7 +222,8 @@ def correct_and_measure(
     elements, log_ratio_sum = figures["kl"].numbers
     # Every NaN or infinite log-prob is in the sum of l, so that no element has to be looked at.
     if not math.isfinite(log_ratio_sum):
-        raise NonFiniteLogProbError(*(None if t is None else _by_row(t) for t in (log_prob, rollout_log_prob, mask)))
+        m = None if mask is None else _by_row(mask)
+        raise NonFiniteLogProbError(_by_row(log_prob), _by_row(rollout_log_prob), m)
     if elements == 0:
         raise ValueError("The mask has no valid element: there is nothing to correct.")
     divisor = batch_divisor(*sums) if sums else None

@@ -113,18 +113,19 @@ def importance_weights(x: LogRatios, spec: ImportanceSampling) -> ImportanceWeig
 
     ``log r`` is clamped to the safety bound.
     """
+    lower, upper = spec.log_bounds
     if spec.level == "token":
         log_ratio = x.clamped
         # Invalid elements have a ratio of 1, which a band may exclude.
-        low = (log_ratio < spec.log_lower) & x.valid
-        high = (log_ratio > spec.log_upper) & x.valid
+        low = (log_ratio < lower) & x.valid
+        high = (log_ratio > upper) & x.valid
         has_weight = x.valid
     else:
         total = row_sum(x.log_ratio) if spec.level == "sequence" else row_mean(x.log_ratio, x.sizes)
         # Compared with its bounds in the compute dtype, as an element is.
         log_ratio = clamp(total.to(x.log_ratio.dtype))
-        low = log_ratio < spec.log_lower
-        high = log_ratio > spec.log_upper
+        low = log_ratio < lower
+        high = log_ratio > upper
         has_weight = x.sizes > 0
         # A product of many ratios needs the range and the digits of float64.
         log_ratio = log_ratio.double()

@@ -4,6 +4,7 @@ The keys are verl's, so that its configurations work unchanged; ``dialects`` tra
 """
 
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,9 +18,7 @@ from flowgrpo_rc.correction.options.presets import PRESET_NAMES, Presets
 from flowgrpo_rc.correction.options.quoting import refuse_unquoted_bands
 from flowgrpo_rc.correction.plan import (
     CorrectionPlan,
-    check_unused_rs_threshold,
     make_plan,
-    parse_is_threshold,
     parse_number,
     plain_threshold,
 )
@@ -39,6 +38,7 @@ _VETO = "rollout_token_veto_threshold"
 _SHARES = ("guard_clip_fraction", "guard_rejected_fraction", "rollout_rs_auto_share")
 _NUMBERS = (_VETO, "guard_engine_gap", "rollout_rs_auto_min", "rollout_rs_auto_max", *_SHARES)
 _COUNTS = ("guard_patience", "guard_return_after")
+_PLANNED = tuple(inspect.signature(make_plan).parameters)
 SMALLEST_AUTO_SHARE = 1e-4
 """``rollout_rs_auto_share`` needs about its reciprocal of measured images, times three."""
 
@@ -116,13 +116,7 @@ class RolloutCorrectionConfig(Presets):
                 "guard='warn', or loss_type='ppo_clip'."
             )
         self._check_ranges()
-        # Settings without weights or a criterion act on nothing, but a typo in them must not wait until they act.
-        if self.rollout_is is None:
-            threshold = 2.0 if self.rollout_is_threshold is None else self.rollout_is_threshold
-            parse_is_threshold(threshold, self.rollout_is_mode)
-        if self.rollout_rs is None:
-            check_unused_rs_threshold(self.rollout_rs_threshold)
-        # Parsing the plan checks every threshold that acts.
+        # Parsing the plan checks every threshold.
         if self.plan().calibrated and self.rollout_is_batch_normalize:
             raise ValueError(
                 "rollout_is_batch_normalize=True with rollout_rs_threshold='auto': rows of different timesteps are "
@@ -131,15 +125,7 @@ class RolloutCorrectionConfig(Presets):
 
     def plan(self) -> CorrectionPlan:
         """The parsed form that the computation uses."""
-        return make_plan(
-            rollout_is=self.rollout_is,
-            rollout_is_threshold=self.rollout_is_threshold,
-            rollout_is_batch_normalize=self.rollout_is_batch_normalize,
-            rollout_is_mode=self.rollout_is_mode,
-            rollout_rs=self.rollout_rs,
-            rollout_rs_threshold=self.rollout_rs_threshold,
-            rollout_token_veto_threshold=self.rollout_token_veto_threshold,
-        )
+        return make_plan(**{name: getattr(self, name) for name in _PLANNED})
 
     def to_dict(self) -> dict[str, Any]:
         """The canonical keys; ``from_dict`` of it is an equal configuration."""

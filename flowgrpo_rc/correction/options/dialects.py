@@ -41,6 +41,12 @@ SLIME = {
     "rs_tr_threshold": "rollout_rs_threshold",
 }
 """slime's keys, and the canonical ones."""
+_SPELLINGS = {
+    **{spelling: key for key in SLIME for spelling in (key, f"mis_{key}")},
+    # slime's documentation of its metrics leaves out tis_ and rs_.
+    **{f"mis_{key.removeprefix('tis_')}": key for key in SLIME if key.startswith("tis_")},
+    "mis_veto_threshold": "rs_veto_threshold",
+}
 _DEFAULT_UPPER = 2.0
 """slime's upper bound of weights where none is given; rejection falls back to it."""
 
@@ -84,22 +90,18 @@ def translate(values: Values, defaults: Values) -> tuple[dict[str, Any], str]:
 
 
 def refuse_beside_preset(values: Values, preset: str) -> None:
-    """Beside a preset only canonical keys are taken.
-
-    Raises:
-        ValueError: another dialect's key or value; the message has the canonical form.
-    """
-    level = values.get("rollout_rs")
-    if is_legacy_level(level):
-        form = f"rollout_rs: {LEVELS[str(level)]}"
-        raise ValueError(f"rollout_rs={level!r} beside preset {preset!r} is legacy verl's word; write {form}.")
-    for key in values:
-        form = {**LEGACY, **SLIME}.get(key)
-        if form is not None:
-            raise ValueError(
-                f"{key}={show(values[key])} beside preset {preset!r}: a preset is overridden by canonical keys only; "
-                f"write {form}."
-            )
+    """Refuses another dialect's key or value beside a preset; the ``ValueError`` has the canonical form."""
+    forms = {**LEGACY, **SLIME}
+    for key, value in values.items():
+        if key == "rollout_rs" and is_legacy_level(value):
+            form = f"rollout_rs: {LEVELS[value]}"
+        elif key in forms:
+            form = forms[key]
+        else:
+            continue
+        raise ValueError(
+            f"{key}={show(value)} beside preset {preset!r}: canonical keys alone override a preset; write {form}."
+        )
 
 
 def named_keys(values: Values, canonical: Iterable[str]) -> dict[str, Any]:
@@ -121,19 +123,8 @@ def named_keys(values: Values, canonical: Iterable[str]) -> dict[str, Any]:
 
 
 def slime_name(key: str) -> str | None:
-    """A key of ``SLIME`` in its usual spelling: ``tis_mode`` for ``tis-mode`` and ``mis_tis_mode``; None for others.
-
-    slime's documentation of its metrics also leaves out ``tis_`` and ``rs_``.
-    """
-    name = key.replace("-", "_")
-    # slime's command line writes dashes, its argument names the prefix.
-    candidates = [name]
-    if name.startswith("mis_"):
-        short = name.removeprefix("mis_")
-        candidates += [short, f"tis_{short}"]
-        if short == "veto_threshold":
-            candidates.append(f"rs_{short}")
-    return next((candidate for candidate in candidates if candidate in SLIME), None)
+    """A key of ``SLIME`` in its usual spelling: ``tis_mode`` for ``tis-mode`` and ``mis_tis_mode``; None for others."""
+    return _SPELLINGS.get(key.replace("-", "_"))
 
 
 def is_known(key: str, canonical: Iterable[str]) -> bool:
@@ -215,20 +206,12 @@ def _of_legacy(values: Values) -> tuple[dict[str, Any], list[str]]:
 
 
 def _legacy_mode(values: Values) -> dict[str, Any]:
-    """``bypass_mode`` and ``loss_type`` by legacy verl's switches.
-
-    Raises:
-        ValueError: switches that contradict each other, or canonical keys.
-    """
+    """``bypass_mode`` and ``loss_type`` by legacy verl's switches."""
     bypass = _switch(values, "bypass_old_logprob_for_rollout")
     changes: dict[str, Any] = {} if bypass is None else {"bypass_mode": bypass}
-    pure = {
-        key: on
-        for key in ("use_pure_rollout_correction", "use_policy_gradient")
-        if (on := _switch(values, key)) is not None
-    }
     # verl renamed the switch, so that a configuration may carry both.
-    if len(set(pure.values())) > 1:
+    pure = {key: _switch(values, key) for key in ("use_pure_rollout_correction", "use_policy_gradient")}
+    if set(pure.values()) >= {True, False}:
         raise ValueError(f"{' and '.join(pure)} are two names of one switch; they must not contradict each other.")
     loss = values.get("loss_type")
     for key, on in pure.items():
@@ -236,7 +219,7 @@ def _legacy_mode(values: Values) -> dict[str, Any]:
             raise ValueError(f"{key}=true needs bypass mode, which is explicitly false.")
         if on and loss not in (None, "reinforce"):
             raise ValueError(f"{key}=true means loss_type=reinforce, but loss_type={loss!r}.")
-        if not on and loss == "reinforce":
+        if on is False and loss == "reinforce":
             raise ValueError(f"{key}=false contradicts loss_type='reinforce', which it would mean if it were true.")
         if on:
             changes.update(bypass_mode=True, loss_type="reinforce")
@@ -244,12 +227,7 @@ def _legacy_mode(values: Values) -> dict[str, Any]:
 
 
 def _of_slime(values: Values) -> tuple[dict[str, Any], list[str]]:
-    """The canonical keys that slime's keys set, by its own defaults, and keys without effect.
-
-    Raises:
-        TypeError: a switch or a bound of the wrong type.
-        ValueError: an unknown choice, a bad bound, or a trust region.
-    """
+    """The canonical keys that slime's keys set, by its own defaults, and keys without effect."""
     for key, choices in (("rs_level", LEVELS), ("tis_level", LEVELS), ("tis_mode", ("truncate", "clip", "mask"))):
         choice(key, values.get(key), (None, *choices))
     if values.get("rs_trust_region") not in (None, False):
@@ -257,13 +235,11 @@ def _of_slime(values: Values) -> tuple[dict[str, Any], list[str]]:
             f"rs_trust_region={show(values['rs_trust_region'])}: slime's trust region is not implemented here; set it "
             "to null, and reject with use_rs, rs_level and its bounds."
         )
-    weighs = _switch(values, "use_tis")
-    rejects = _switch(values, "use_rs")
-    normalizes = _switch(values, "tis_batch_normalize")
-    bypass = _switch(values, "use_rollout_logprobs")
-    veto = plain_threshold(values.get("rs_veto_threshold"), "rs_veto_threshold", band=False)
+    switches = ("use_tis", "use_rs", "tis_batch_normalize", "use_rollout_logprobs", "get_mismatch_metrics")
+    weighs, rejects, normalizes, bypass, only_metrics = (_switch(values, key) for key in switches)
     changes: dict[str, Any] = {} if bypass is None else {"bypass_mode": bypass}
     idle: list[str] = []
+    veto = values.get("rs_veto_threshold")
     if veto is not None:
         parse_number(veto, "rs_veto_threshold")
         # slime's code applies the veto under use_rs alone, against its document.
@@ -272,17 +248,19 @@ def _of_slime(values: Values) -> tuple[dict[str, Any], list[str]]:
         else:
             changes["rollout_token_veto_threshold"] = veto
     # Metrics only, whatever else the file switches on.
-    if _switch(values, "get_mismatch_metrics"):
+    if only_metrics:
         off = ("rollout_is", "rollout_rs", "rollout_rs_threshold", "rollout_token_veto_threshold")
         return {**changes, **dict.fromkeys(off)}, idle
     changes["rollout_is"] = (values.get("tis_level") or "token") if weighs else None
     upper = values.get("tis_upper_bound")
     bounds = {**values, "tis_upper_bound": _DEFAULT_UPPER if upper is None else upper}
+    threshold = None
+    if weighs or rejects:
+        # Checked also where truncation leaves it out, or a bound of rejection takes its place.
+        _bound(bounds, "tis_lower_bound")
+        threshold = _bound(bounds, "tis_upper_bound")
     if weighs:
         mode = values.get("tis_mode") or "truncate"
-        threshold = _bound(bounds, "tis_upper_bound")
-        # Checked also where truncation leaves it out.
-        _bound(bounds, "tis_lower_bound")
         if mode != "truncate":
             threshold = band(bounds, "tis_lower_bound", "tis_upper_bound")
         changes.update(
@@ -296,28 +274,23 @@ def _of_slime(values: Values) -> tuple[dict[str, Any], list[str]]:
 
 def _slime_rejection_band(bounds: Values) -> str:
     """The band of rejection; a bound that is not set falls back to the bound of the weights."""
-    # Checked even where the bounds of rejection replace it.
-    _bound(bounds, "tis_lower_bound")
-    tis_upper = _bound(bounds, "tis_upper_bound")
     lower_key = "tis_lower_bound" if bounds.get("rs_lower_bound") is None else "rs_lower_bound"
     upper_key = "tis_upper_bound" if bounds.get("rs_upper_bound") is None else "rs_upper_bound"
     chosen = {lower_key: bounds.get(lower_key), upper_key: bounds[upper_key]}
+    tis_upper = bounds["tis_upper_bound"]
     # A whole band has its own lower bound, unless rejection names one, which is then an error.
     if is_band(chosen[upper_key]):
         chosen[lower_key] = bounds.get("rs_lower_bound")
+    # slime takes it from the weights' upper bound, whatever rs_upper_bound is.
+    elif chosen[lower_key] is None and is_band(tis_upper):
+        chosen[lower_key] = split_band(tis_upper, "tis_upper_bound")[0]
     elif chosen[lower_key] is None:
-        # slime takes the reciprocal of the weights' upper bound, whatever rs_upper_bound is.
-        below, above = split_band(tis_upper, "tis_upper_bound")
-        chosen[lower_key] = 1.0 / parse_number(above, "tis_upper_bound") if below is None else below
+        chosen[lower_key] = 1.0 / parse_number(tis_upper, "tis_upper_bound")
     return band(chosen, lower_key, upper_key)
 
 
 def _switch(values: Values, key: str) -> bool | None:
-    """A boolean key; the texts "true" and "false" are booleans too. ``None`` where it is absent or null.
-
-    Raises:
-        TypeError: anything else, which must not count as true.
-    """
+    """A boolean key; ``None`` where it is absent or null. Any other value must not count as true."""
     value = values.get(key)
     # Overrides on verl's and slime's command lines arrive as text.
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):

@@ -207,7 +207,7 @@ def _mistakes(config: RolloutCorrectionConfig) -> Iterator[str]:
 def _never_binding(plan: CorrectionPlan) -> Iterator[str]:
     """Bounds that the safety clamp, or the scale of mean-pooled SDE log-probs, keeps out of reach."""
     weights = plan.importance
-    if weights is not None and weights.log_upper >= SAFETY_BOUND:
+    if weights is not None and weights.log_bounds[1] >= SAFETY_BOUND:
         yield f"rollout_is_threshold: the upper bound {weights.upper:g} can never bind; ratios end at exp(20)."
     if plan.log_veto is not None and plan.log_veto >= 0:
         yield "rollout_token_veto_threshold of 1 or more rejects rows with any ratio below it: usually all."
