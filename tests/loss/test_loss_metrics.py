@@ -4,17 +4,13 @@ import math
 
 import pytest
 import torch
+from cases import F64, tensor
 from torch.testing import assert_close
 
 from flowgrpo_rc.loss import LossMetrics
 from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, PolicyTerms
 
-F64 = torch.float64
 BAND = {"clip_low": 0.1, "clip_high": 0.3}
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=F64)
 
 
 def metrics_of(log_ratio, advantages, keep=None, loss_sum=1.0, denominator=None, kl_sum=0.0, valid=None, **limits):

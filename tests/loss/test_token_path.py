@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from cases import EXACT, F64, MODES, tensor
 from tensordict import TensorDict
 from torch.testing import assert_close
 
@@ -13,13 +14,6 @@ from flowgrpo_rc.correction import compute_rollout_correction
 from flowgrpo_rc.loss import diffusion_loss, diffusion_loss_sums, token_loss, token_loss_sums
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
 
-F64 = torch.float64
-EXACT = {"rtol": 0, "atol": 0}
-MODES = {
-    "decoupled": {},
-    "bypass ppo_clip": {"bypass_mode": True},
-    "bypass reinforce": {"bypass_mode": True, "loss_type": "reinforce"},
-}
 CORRECTIONS = {
     "none": {},
     "token TIS": {"rollout_is": "token", "rollout_is_threshold": 1.1},
@@ -39,10 +33,6 @@ CORRECTIONS = {
 }
 LENGTHS = (5, 3, 1, 4, 0, 5, 2, 4)
 """Valid tokens of eight responses, padded to 6; one is empty."""
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=F64)
 
 
 def make_config(mode="decoupled", rc=None, kl=None, **loss):
@@ -331,16 +321,8 @@ def test_equals_verls_formulas(agg_mode):
 # ---------------------------------------------------------------- the table of modes
 
 
-def differ(config, new, one, other):
-    assert abs(run(config, new, one)[0] - run(config, new, other)[0]) > 1e-3
-
-
 def same(config, new, one, other):
     assert_close(run(config, new, one)[:2], run(config, new, other)[:2], **EXACT)
-
-
-def shifted(data, name):
-    return {**data, name: data[name] + 0.3}
 
 
 def test_decoupled_mask_is_response_mask_and_keep():
@@ -356,24 +338,6 @@ def test_decoupled_mask_is_response_mask_and_keep():
     sums = token_loss_sums(make_config(), {"log_probs": new}, {**data, "rollout_keep": keep})
     assert sums.denominator == both.sum()
     same(make_config(), new, {**data, "rollout_keep": keep.long()}, {**data, "response_mask": both})
-
-
-@pytest.mark.parametrize("mode", ["bypass ppo_clip", "bypass reinforce"])
-def test_bypass_rejects_by_the_current_policy_at_every_call(mode):
-    """Band [.8, 1.15]: 1.2 is out, .833 in, .9 in, 1.111 in, .79 out; then all of them over 1.1."""
-    new = torch.log(tensor([1.2, 1 / 1.2, 0.9, 1 / 0.9, 0.79, 9.0]))
-    data = {
-        "rollout_log_probs": torch.zeros(1, 6, dtype=F64),
-        "response_mask": torch.tensor([[True] * 5 + [False]]),
-        "advantages": tensor(-1.0),
-    }
-    config = make_config(mode, CORRECTIONS["token TIS, token_k1"], clip_ratio_low=0.99)
-    _, slope, metrics = run(config, new, data)
-    assert slope.ne(0).tolist() == [[False, True, True, True, False, False]]
-    assert metrics["actor/kept_fraction"] == pytest.approx(3 / 5)
-    assert metrics["actor/rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 5)
-    _, slope, _ = run(config, new - math.log(1.1), data)  # 1.09, .758, .818, 1.01, .718
-    assert slope.ne(0).tolist() == [[True, False, True, True, False, False]]
 
 
 def test_dual_clip_does_not_enter_reinforce_nor_the_diffusion_path():
@@ -407,12 +371,6 @@ def test_advantages_are_clamped_on_the_diffusion_path_alone():
     assert_close(run(tight, new, data)[:2], run(wide, new, data)[:2], **EXACT)
     dense = {k: v for k, v in data.items() if k != "response_mask"}
     assert abs(run(tight, new, dense)[0] - run(wide, new, dense)[0]) > 1e-3
-
-
-def test_one_advantage_a_sequence_or_one_a_token():
-    new, data = random_batch()
-    data["advantages"] = data["advantages"][:, 0]
-    same(make_config(), new, data, {**data, "advantages": data["advantages"][:, None].expand(8, 6)})
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -507,20 +465,6 @@ def test_nothing_left_is_zero_with_zero_gradients_and_a_warning(mode, agg_mode, 
     assert metrics["actor/kept_fraction"] == metrics["actor/loss"] == metrics["actor/kl_loss"] == 0.0
     assert metrics["actor/ratio_min"] == metrics["actor/ratio_mean"] == metrics["actor/ratio_max"] == 1.0
     assert all(map(math.isfinite, metrics.values()))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_only_log_probs_get_a_gradient_and_inputs_stay_as_they_are(mode):
-    rc = CORRECTIONS["token TIS, token_k1"]
-    new, data = random_batch()
-    data = prepared(mode, rc, data)
-    for value in data.values():
-        if value.is_floating_point():
-            value.requires_grad_()
-    before = {name: value.detach().clone() for name, value in data.items()}
-    run(make_config(mode, rc, kl=0.1), new, data)
-    assert [value.grad for value in data.values()] == [None] * len(data)
-    assert_close({name: value.detach() for name, value in data.items()}, before, **EXACT)
 
 
 # ---------------------------------------------------------------- cuts

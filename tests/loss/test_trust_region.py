@@ -4,17 +4,12 @@ import math
 
 import pytest
 import torch
+from cases import F64, tensor
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.loss import diffusion_loss
 from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, TransitionShift, flow_dppo, grpo_guard
-
-F64 = torch.float64
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=F64)
 
 
 @pytest.mark.parametrize(
