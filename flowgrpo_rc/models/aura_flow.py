@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, Prompts
-from flowgrpo_rc.models.spatial_latents import SpatialLatents
+from flowgrpo_rc.models.latents import SpatialLatents
 
 
 class AuraFlow(SpatialLatents):
@@ -22,10 +22,6 @@ class AuraFlow(SpatialLatents):
     masks_prompts = False  # its prompts are padded to one length with zeros that count
     shifts_latents = False
     scheduler_spaces_levels = True
-
-    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
-        tokenizer = self.pipe.tokenizer
-        return [(tokenizer, max_sequence_length - tokenizer.num_special_tokens_to_add())]
 
     def _most_tokens(self) -> Sequence[int]:
         # The table of positions is a square.

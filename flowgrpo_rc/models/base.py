@@ -15,8 +15,7 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor, nn
 
 from flowgrpo_rc.dtypes import dtype_name
-from flowgrpo_rc.models.guidance import refuse_guidance_scale, refuse_true_cfg_scale
-from flowgrpo_rc.models.registry import FAMILIES
+from flowgrpo_rc.models.registry import FAMILIES, FamilyEntry
 from flowgrpo_rc.prompt import Prompt, ReferenceImage, texts
 from flowgrpo_rc.quiet import IMPORTS, only_errors
 from flowgrpo_rc.transfers import onto
@@ -79,8 +78,6 @@ class Prompts:
         # One host sync here instead of one in every forward that needs the lengths.
         if self.mask is not None and self.lengths is None:
             object.__setattr__(self, "lengths", tuple(self.mask.sum(1).tolist()))
-        elif self.mask is None and self.lengths is not None:
-            raise ValueError("Prompts.lengths: are given without Prompts.mask; give both")
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Prompts":
         """The same prompts with every tensor changed."""
@@ -105,12 +102,11 @@ class Prompts:
         if any(part.mask is not None or part.embeds.shape[1] < longest for part in both):
             mask = torch.cat([F.pad(part._real(), (0, longest - part.embeds.shape[1])) for part in both])
             lengths = self._all_lengths() + other._all_lengths()
-        pooled = None
-        if self.pooled is not None and other.pooled is not None:
-            pooled = torch.cat([self.pooled, other.pooled])
-        references = None
-        if self.references is not None and other.references is not None:
-            references = torch.cat([self.references, other.references])
+        # Both prompts are of one family, so that both have a pooled vector, or references, or none has.
+        pooled, references = (
+            None if own is None else torch.cat([own, more])
+            for own, more in ((self.pooled, other.pooled), (self.references, other.references))
+        )
         return Prompts(embeds, mask, pooled, references, self.reference_grids, lengths)
 
     def _real(self) -> Bool[Tensor, "P T"]:
@@ -185,6 +181,12 @@ class DiffusionModel(ABC):
     scheduler_spaces_levels = False
     """The pipeline leaves the spacing of the noise levels, and their shift, to any scheduler."""
 
+    shifts_latents = True
+    """The pipeline adds the VAE's ``shift_factor``, if it has one, before it decodes."""
+
+    keeps_conditional_norm = False
+    """The pipeline gives every row of a guided velocity the length of its conditional prediction."""
+
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
         self.batch_guidance = True
@@ -201,14 +203,18 @@ class DiffusionModel(ABC):
         return self.pipe.transformer
 
     @property
+    def _family(self) -> FamilyEntry:
+        return FAMILIES[type(self.pipe).__name__]
+
+    @property
     def negative_prompt(self) -> str:
         """Default negative prompt of the pipeline's own call."""
-        return FAMILIES[type(self.pipe).__name__].negative_prompt
+        return self._family.negative_prompt
 
     @property
     def takes_images(self) -> bool:
         """Prompts may have reference images."""
-        return FAMILIES[type(self.pipe).__name__].images[1] > 0
+        return self._family.images[1] > 0
 
     @property
     def smallest_image(self) -> int:
@@ -243,35 +249,51 @@ class DiffusionModel(ABC):
         Args:
             section: section of ``actor_rollout_ref.rollout`` that holds the settings, for messages.
         """
+        here = f"actor_rollout_ref.rollout.{section}"
+        size = f"{here}.height={height}, width={width}"
         if height % self._multiple or width % self._multiple:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model draws multiples of "
-                f"{self._multiple} pixels"
-            )
+            raise ValueError(f"{size}: this model draws multiples of {self._multiple} pixels")
         # Sizes beyond the positions would fail inside the transformer, after the prompts were encoded.
         rows, columns = (number * self._multiple for number in self._most_tokens())
         if height > rows or width > columns:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.{section}.height={height}, width={width}: this model has positions for at "
-                f"most {rows}x{columns} pixels"
-            )
-        # Both scales are checked against the loaded weights; the check before loading only reads files.
-        pipeline = type(self.pipe).__name__
+            raise ValueError(f"{size}: this model has positions for at most {rows}x{columns} pixels")
+        family = self._family
         embeds = bool(self.transformer.config.get("guidance_embeds"))
-        refuse_guidance_scale(pipeline, embeds, guidance_scale, section)
-        refuse_true_cfg_scale(pipeline, bool(self.pipe.config.get("is_distilled")), true_cfg_scale, section)
+        if embeds != (guidance_scale is not None):
+            fault = f"{here}.guidance_scale: got {guidance_scale} for this model"
+            # The most common mistake: the value of the pipeline's own guidance_scale.
+            if family.guidance_scale_is_cfg and guidance_scale is not None:
+                raise ValueError(
+                    f"{fault}, which embeds none; what its pipeline calls guidance_scale is true_cfg_scale here, so "
+                    f"set guidance_scale=null and true_cfg_scale={guidance_scale + family.cfg_above_guidance:g}"
+                )
+            remedy = "it is guidance-distilled and needs one" if embeds else "it takes none; set it to null"
+            raise ValueError(f"{fault}; {remedy}")
+        # The pipeline would ignore the scale, or refuse it minutes later.
+        distilled = bool(self.pipe.config.get("is_distilled"))
+        if true_cfg_scale > 1 and (distilled or not family.takes_cfg):
+            why = "is distilled" if distilled else "has the guidance in its transformer (guidance_scale)"
+            raise ValueError(
+                f"{here}.true_cfg_scale: got {true_cfg_scale:g}; this model {why} and its pipeline takes no "
+                "classifier-free guidance; set it to 1"
+            )
 
     def reference_grid(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
         """Rows and columns of a reference image's tokens, scaled to ``area`` pixels; ``None``: the pipeline's area."""
+        width, height = self._reference_size(image, area)
+        return height // self._multiple, width // self._multiple
+
+    def _reference_size(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
+        """Width and height of the VAE's input for a reference image."""
         raise NotImplementedError(f"{type(self.pipe).__name__} takes no reference images")
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Shape of one image's latents, without the batch dimension."""
 
-    @abstractmethod
     def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Float[Tensor, "*L"]:
         """Initial latents of one image, equal to those of the diffusers pipeline with this generator."""
+        return torch.randn(self.latent_shape(height, width), generator=generator)
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> Schedule:
         """The diffusers pipeline's schedule."""
@@ -282,9 +304,10 @@ class DiffusionModel(ABC):
         scheduler.set_timesteps(**self._schedule_arguments(scheduler.config, num_inference_steps, tokens))
         return Schedule(scheduler.timesteps.float(), scheduler.sigmas.float())
 
-    @abstractmethod
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
         """The tokenizers, each with the number of a prompt's tokens that it keeps, not counting special tokens."""
+        tokenizer = self.pipe.tokenizer
+        return [(tokenizer, max_sequence_length - tokenizer.num_special_tokens_to_add())]
 
     def prompt_tokens(self, max_sequence_length: int) -> int:
         """Number of embeddings of the longest prompt."""
@@ -439,7 +462,10 @@ class DiffusionModel(ABC):
 
     def _guide(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
         """The guided velocity, from the conditional and the unconditional one."""
-        return uncond + scale * (cond - uncond)
+        guided = uncond + scale * (cond - uncond)
+        if self.keeps_conditional_norm:
+            guided = guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+        return guided
 
     def _scheduler(self) -> Any:
         """A copy of the pipeline's scheduler, which gives timesteps and noise levels; the steps are always Euler's.
@@ -500,8 +526,18 @@ class DiffusionModel(ABC):
     def _decode_scaled_and_shifted(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B 3 H W"]:
         """``_decode`` with a VAE whose latents have one scale, and one shift or none."""
         vae = self.pipe.vae
+        shift = vae.config.get("shift_factor") if self.shifts_latents else None
         latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor
-        return vae.decode(latents + (vae.config.get("shift_factor") or 0), return_dict=False)[0]
+        return vae.decode(latents + (shift or 0), return_dict=False)[0]
+
+    def _decode_one_frame(self, latents: Float[Tensor, "B C 1 h w"]) -> Float[Tensor, "B 3 H W"]:
+        """``_decode`` with the VAE of a video, whose latents have a mean and a deviation for each channel."""
+        vae = self.pipe.vae
+        mean, std = (
+            torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        return vae.decode(latents.to(vae.device, vae.dtype) * std + mean, return_dict=False)[0][:, :, 0]
 
     @abstractmethod
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:

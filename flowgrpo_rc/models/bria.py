@@ -8,7 +8,6 @@ from torch import Tensor
 
 from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
 from flowgrpo_rc.models.chroma import Chroma
-from flowgrpo_rc.models.flux import grid_positions
 from flowgrpo_rc.prompt import Prompt, texts
 from flowgrpo_rc.quiet import only_errors
 
@@ -34,9 +33,8 @@ class Bria(Chroma):
         # A VAE without a shift is not for low precision; the pipeline does this to the one that it is made with.
         if not pipe.vae.config.shift_factor:
             pipe.vae.config.shift_factor = 0
-            with only_errors(
-                "diffusers.models.modeling_utils"
-            ):  # a warning of modules to keep in float32, which it lacks
+            # It warns of modules to keep in float32, which this one lacks.
+            with only_errors("diffusers.models.modeling_utils"):
                 pipe.vae.to(torch.float32)
 
     @torch.no_grad()
@@ -59,15 +57,7 @@ class Bria(Chroma):
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
-        rows = conditioning.height // self._multiple
-        columns = conditioning.width // self._multiple
-        return {
-            "hidden_states": latents.to(dtype),
-            "timestep": timesteps,
-            "encoder_hidden_states": prompts.embeds.to(dtype),
-            "txt_ids": torch.zeros(prompts.embeds.shape[1], 3, device=latents.device),
-            "img_ids": grid_positions(0, rows, columns, latents.device),
-        }
+        return self._tokens_and_places(dtype, latents, prompts, conditioning) | {"timestep": timesteps}
 
     def _rounded_timesteps(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:
         """The pipeline passes them in float32, and the transformer rounds them."""

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
-from flowgrpo_rc.models.flux import Flux, grid_positions
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.models.flux import Flux
 from flowgrpo_rc.prompt import Prompt, texts
 
 
@@ -35,27 +35,17 @@ class Chroma(Flux):
         return EncodedPrompt(torch.zeros(1, self.transformer.config.joint_attention_dim), torch.ones(1))
 
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
-        """The T5 adds a token behind the prompt."""
-        return [(self.pipe.tokenizer, max_sequence_length - 1)]
+        return DiffusionModel.tokenizers(self, max_sequence_length)
 
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
         assert prompts.pooled is not None
-        rows = conditioning.height // self._multiple
-        columns = conditioning.width // self._multiple
         # Built on the device from the number of ones: a host mask would be copied in every forward.
         mask = torch.arange(prompts.embeds.shape[1], device=latents.device) < prompts.pooled
         mask = torch.cat([mask, mask.new_ones(latents.shape[:2])], 1)
-        return {
-            "hidden_states": latents.to(dtype),
-            "timestep": timesteps.to(dtype) / 1000,
-            "encoder_hidden_states": prompts.embeds.to(dtype),
-            # Text has no place in the image.
-            "txt_ids": torch.zeros(prompts.embeds.shape[1], 3, device=latents.device),
-            "img_ids": grid_positions(0, rows, columns, latents.device),
-            "attention_mask": mask.to(dtype),
-        }
+        inputs = self._tokens_and_places(dtype, latents, prompts, conditioning)
+        return inputs | {"timestep": timesteps.to(dtype) / 1000, "attention_mask": mask.to(dtype)}
 
     def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:
         """Blocks of one stream that are recomputed in the backward pass get the mask too: diffusers leaves it out

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
-from flowgrpo_rc.models.spatial_latents import SpatialLatents
+from flowgrpo_rc.models.latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, texts
 from flowgrpo_rc.quiet import IMPORTS, only_errors
 
@@ -44,10 +44,6 @@ class CogView4(SpatialLatents):
             )
             found.append(EncodedPrompt(embeds[0].cpu()))
         return found
-
-    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
-        tokenizer = self.pipe.tokenizer
-        return [(tokenizer, max_sequence_length - tokenizer.num_special_tokens_to_add())]
 
     def prompt_tokens(self, max_sequence_length: int) -> int:
         return -(-max_sequence_length // 16) * 16

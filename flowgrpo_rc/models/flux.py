@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt, Prompts
-from flowgrpo_rc.models.packed_latents import PackedLatents
-from flowgrpo_rc.models.reference_size import scaled_size
+from flowgrpo_rc.models.latents import PackedLatents, scaled_size
 from flowgrpo_rc.prompt import Prompt, ReferenceImage, as_prompt, texts
 
 
@@ -46,22 +45,24 @@ class Flux(PackedLatents):
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
         assert prompts.pooled is not None
+        return self._tokens_and_places(dtype, latents, prompts, conditioning) | {
+            "timestep": timesteps.to(dtype) / 1000,
+            "guidance": self._embedded_guidance(timesteps, conditioning),
+            "pooled_projections": prompts.pooled.to(dtype),
+        }
+
+    def _tokens_and_places(
+        self, dtype: torch.dtype, latents: Tensor, prompts: Prompts, conditioning: Conditioning
+    ) -> dict[str, Any]:
         rows = conditioning.height // self._multiple
         columns = conditioning.width // self._multiple
         return {
             "hidden_states": latents.to(dtype),
-            "timestep": timesteps.to(dtype) / 1000,
-            "guidance": self._embedded_guidance(timesteps, conditioning),
-            "pooled_projections": prompts.pooled.to(dtype),
             "encoder_hidden_states": prompts.embeds.to(dtype),
             # Text has no place in the image: its positions are 0 on all three axes.
             "txt_ids": torch.zeros(prompts.embeds.shape[1], 3, device=latents.device),
             "img_ids": grid_positions(0, rows, columns, latents.device),
         }
-
-    def _rounded_timesteps(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:
-        """The pipeline divides in its own precision, and the transformer multiplies again."""
-        return (timesteps.to(dtype) / 1000 * 1000).float()
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         unpacked = self.pipe._unpack_latents(latents, height, width, self.pipe.vae_scale_factor)
@@ -73,10 +74,6 @@ class FluxKontext(Flux):
 
     noise_takes_image = True
     solver_spaces_levels = False
-
-    def reference_grid(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
-        width, height = self._reference_size(image, area)
-        return height // self._multiple, width // self._multiple
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
@@ -92,8 +89,7 @@ class FluxKontext(Flux):
         return replace(encoded, references=torch.cat(tokens).cpu(), reference_grids=grids)
 
     def _reference_size(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
-        """Width and height: of ``area`` pixels, or of those that the model was trained with the nearest in shape."""
-        # The trained resolutions apply to the pipeline's own area only.
+        # The trained resolutions, of which the nearest in shape counts, apply to the pipeline's own area only.
         if area is not None:
             return scaled_size(image, area, self._multiple)
         from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS

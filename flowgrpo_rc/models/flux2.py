@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt, Prompts
-from flowgrpo_rc.models.packed_latents import PackedLatents
+from flowgrpo_rc.models.latents import PackedLatents
 from flowgrpo_rc.prompt import Prompt, ReferenceImage, as_prompt, texts
 from flowgrpo_rc.quiet import IMPORTS, only_errors
 
@@ -114,10 +114,6 @@ class Flux2Klein(PackedLatents):
             "txt_ids": text.to(latents.device).expand(len(latents), -1, -1),
             "img_ids": image.to(latents.device).expand(len(latents), -1, -1),
         }
-
-    def _rounded_timesteps(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:
-        """The pipeline divides in its own precision, and the transformer multiplies again."""
-        return (timesteps.to(dtype) / 1000 * 1000).float()
 
     def _shift(self, config: Any, num_inference_steps: int, tokens: int) -> float:
         with only_errors(IMPORTS):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
-from flowgrpo_rc.models.spatial_latents import SpatialLatents
+from flowgrpo_rc.models.latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, as_prompt, is_negative
 
 BEFORE_PROMPT = " <Prompt Start> "
@@ -24,6 +24,7 @@ class Lumina2(SpatialLatents):
 
     default_lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     masks_prompts = True
+    keeps_conditional_norm = True
     instructs_prompts = True
     text_width = "cap_feat_dim"
 
@@ -63,11 +64,6 @@ class Lumina2(SpatialLatents):
     def _velocity_of(self, output: Tensor, latents: Tensor) -> Tensor:
         """The transformer's time runs from noise to image, and so does what it answers."""
         return -output
-
-    def _guide(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """The pipeline gives every row of the latents the length of its conditional prediction."""
-        guided = super()._guide(cond, uncond, scale)
-        return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
     def _shift(self, config: Any, num_inference_steps: int, tokens: int) -> float:
         """The pipeline computes the shift from the number of channels where others take that of tokens."""

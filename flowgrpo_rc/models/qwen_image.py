@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt, Prompts
-from flowgrpo_rc.models.packed_latents import PackedLatents
+from flowgrpo_rc.models.latents import PackedLatents
 from flowgrpo_rc.prompt import Prompt, texts
 
 
@@ -19,6 +19,7 @@ class QwenImage(PackedLatents):
     default_lora_targets = JOINT_ATTENTION
     longest_prompt = 1024
     masks_prompts = True
+    keeps_conditional_norm = True
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
@@ -33,9 +34,6 @@ class QwenImage(PackedLatents):
         # The pipeline returns no mask if all prompts have one length.
         lengths = [embeds.shape[1]] * len(prompts) if mask is None else mask.sum(1).tolist()
         return [EncodedPrompt(row[: int(n)].cpu()) for row, n in zip(embeds, lengths, strict=True)]
-
-    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
-        return [(self.pipe.tokenizer, max_sequence_length)]
 
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
@@ -55,20 +53,8 @@ class QwenImage(PackedLatents):
         """The pipeline rounds and divides in its own precision; the transformer multiplies again in float32."""
         return (timesteps.to(dtype) / 1000).float() * 1000
 
-    def _guide(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """The pipeline gives every token the length of its conditional prediction."""
-        guided = super()._guide(cond, uncond, scale)
-        return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        vae = self.pipe.vae
-        unpacked = self.pipe._unpack_latents(latents, height, width, self.pipe.vae_scale_factor)
-        unpacked = unpacked.to(vae.device, vae.dtype)
-        mean, std = (
-            torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
-        return vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]
+        return self._decode_one_frame(self.pipe._unpack_latents(latents, height, width, self.pipe.vae_scale_factor))
 
 
 def use_2d_convolutions_for_one_frame(vae: nn.Module) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.latents import scaled_size
 from flowgrpo_rc.models.qwen_image import QwenImage
-from flowgrpo_rc.models.reference_size import scaled_size
 from flowgrpo_rc.prompt import Prompt, ReferenceImage, as_prompt
 
 AREA = 1024 * 1024
@@ -29,10 +29,6 @@ class QwenImageEdit(QwenImage):
     """
 
     noise_takes_image = True
-
-    def reference_grid(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
-        width, height = self._reference_size(image, area)
-        return height // self._multiple, width // self._multiple
 
     def prompt_tokens(self, max_sequence_length: int) -> int:
         return max_sequence_length + AREA // TOKEN_AREA
@@ -60,7 +56,6 @@ class QwenImageEdit(QwenImage):
         return EncodedPrompt(embeds[0, :kept].cpu(), None, torch.cat(tokens).cpu() if tokens else None, grids)
 
     def _reference_size(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
-        """Width and height of the VAE's input."""
         return scaled_size(image, area or AREA, MULTIPLE)
 
     def _shown_size(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:

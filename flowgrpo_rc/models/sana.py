@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
-from flowgrpo_rc.models.spatial_latents import SpatialLatents
+from flowgrpo_rc.models.latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, as_prompt, is_negative, texts
 
 

@@ -27,13 +27,6 @@ class Wan(DiffusionModel):
         factor = self.pipe.vae_scale_factor_spatial
         return self._channels, 1, height // factor, width // factor
 
-    def initial_noise(self, generator: torch.Generator, height: int, width: int) -> Tensor:
-        return torch.randn(self.latent_shape(height, width), generator=generator)
-
-    def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
-        """The UMT5 adds a token behind the prompt."""
-        return [(self.pipe.tokenizer, max_sequence_length - 1)]
-
     @property
     def _multiple(self) -> int:
         return self.pipe.vae_scale_factor_spatial * self.transformer.config.patch_size[1]
@@ -52,10 +45,4 @@ class Wan(DiffusionModel):
         }
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        vae = self.pipe.vae
-        mean, std = (
-            torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
-        latents = latents.to(vae.device, vae.dtype) * std + mean
-        return vae.decode(latents, return_dict=False)[0][:, :, 0]
+        return self._decode_one_frame(latents)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.models.base import Conditioning, Prompts
-from flowgrpo_rc.models.spatial_latents import SpatialLatents
+from flowgrpo_rc.models.latents import SpatialLatents
 
 POSITIONS_A_STEP = 32
 """The transformer pads a caption to a multiple of this, with a token that it has learned."""

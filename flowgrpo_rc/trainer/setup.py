@@ -21,7 +21,6 @@ from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
 from flowgrpo_rc.models.attention import check_attention_backend
 from flowgrpo_rc.models.config import AS_ROLLOUT
-from flowgrpo_rc.models.guidance import check_guidance
 from flowgrpo_rc.models.sharding import check_sharding, shard_base
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
@@ -57,7 +56,6 @@ class Run:
         # An engine that is not installed is refused before anything is loaded.
         check_engine(config.actor_rollout_ref.rollout.name)
         pipeline_class = check_pipeline(lora.path)
-        _check_guidance(config, pipeline_class)
         if lora.lora_adapter_path:
             check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
         self._read_prompts()
@@ -194,15 +192,6 @@ def make_accelerator(config: FlowGRPOConfig, **more: Any) -> Any:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         **more,
     )
-
-
-def _check_guidance(config: FlowGRPOConfig, name: str) -> None:
-    """Refuse guidance that pipelines of the class ``name`` do not take, from the model's folder alone."""
-    rollout = config.actor_rollout_ref.rollout
-    # The index of the model is enough for this check.
-    folder = resolve_asset(config.actor_rollout_ref.model.path)
-    for pipeline, section in ((rollout.pipeline, "pipeline"), (rollout.validation_pipeline, "val_kwargs.pipeline")):
-        check_guidance(name, folder, pipeline.guidance_scale, pipeline.true_cfg_scale, section)
 
 
 def _check_prompts(reward: RewardMix, prompts: PromptSet) -> None:
