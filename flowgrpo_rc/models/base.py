@@ -102,9 +102,8 @@ class Prompts:
         if any(part.mask is not None or part.embeds.shape[1] < longest for part in both):
             mask = torch.cat([F.pad(part._real(), (0, longest - part.embeds.shape[1])) for part in both])
             lengths = self._all_lengths() + other._all_lengths()
-        # Both prompts are of one family, so that both have a pooled vector, or references, or none has.
         pooled, references = (
-            None if own is None else torch.cat([own, more])
+            None if own is None or more is None else torch.cat([own, more])
             for own, more in ((self.pooled, other.pooled), (self.references, other.references))
         )
         return Prompts(embeds, mask, pooled, references, self.reference_grids, lengths)

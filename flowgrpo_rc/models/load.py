@@ -10,17 +10,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.models.base import (
-    FLOW_SOLVERS,
-    Conditioning,
-    DiffusionModel,
-    NonFiniteImageError,
-    UnsupportedSchedulerError,
-)
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImageError, UnsupportedSchedulerError
 from flowgrpo_rc.models.digests import processor_digest, stored_network_digest, tokenizer_digest
 from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError
 from flowgrpo_rc.models.prompts import pad
@@ -31,8 +25,6 @@ from flowgrpo_rc.quiet import IMPORTS, only_errors, quiet_loading
 
 SUPPORTED_PIPELINES = FAMILIES.keys()
 """Pipeline classes with an adapter in this package."""
-TEXT = "text_encoder"
-"""First letters of the names of text encoders."""
 PROCESSOR = "processor"
 """Name of the part that prepares texts and images together for a text encoder."""
 
@@ -88,8 +80,8 @@ class PipelineLoader:
                 files = PipelineFiles(path, Path(pipeline_class.download(path)))
         files.check()
         self._files = files
-        self._classes = {part.name: _class_of(files, part, pipeline_class) for part in files.parts}
-        # The pipeline would take ``None`` for a part that its index does not name, and fail at its first image.
+        self._classes = {part.name: _class_of(files, part) for part in files.parts}
+        # The pipeline would take ``None`` for a part that its index does not name: Stable Diffusion 3 for its T5.
         needed = set(pipeline_class._get_signature_keys(pipeline_class)[0]) - {*pipeline_class._optional_components}
         missing = sorted(needed - {*self._classes, *files.left_out})
         if missing:
@@ -106,23 +98,21 @@ class PipelineLoader:
             with _explaining(files, INDEX):
                 self._pipe = pipeline_class.from_pretrained(str(files.folder), **parts | dict.fromkeys(later))
             self._pipe.register_modules(**later)
-        for name, part in parts.items():
-            if name.startswith("tokenizer") and part is not None:
-                _check_tokenizer(files, name, part)
+        for name, tokenizer in self._tokenizers.items():
+            _check_tokenizer(files, name, tokenizer)
         self.model = self._adapted()
         """The pipeline as a model, as far as it has been read."""
 
     def load(self, shard: Callable[[nn.Module], None] | None = None) -> DiffusionModel:
         """Read transformer and VAE and run both once; the model is then whole but for its text encoders.
 
-        Small networks come first, so that their faults show before the large ones are read. ``shard`` moves a
-        transformer from the host to the device in slices, where no device has room for all of it.
+        ``shard`` moves a transformer from the host to the device in slices, where no device has room for all of it.
 
         Raises:
             UnsupportedModelError: a network has missing, surplus or misshaped weights, or some that are not finite, or
                 it fails at its first input.
         """
-        self._read([part for part in self._files.parts if part.has_weights and not part.name.startswith(TEXT)], shard)
+        self._read([part for part in self._files.parts if part.has_weights and not part.encodes_text], shard)
         self.model = self._adapted()
         _try_networks(self._files, self.model, torch.device(self._device))
         return self.model
@@ -131,28 +121,36 @@ class PipelineLoader:
         """Read the text encoders, and the VAE where prompts have images, and encode one prompt.
 
         Raises:
-            UnsupportedModelError: as ``load``; or the embeddings are not those that the transformer takes.
+            UnsupportedModelError: as ``load``; or a tokenizer is another text encoder's, or the embeddings are not
+                those that the transformer takes.
         """
-        self._read([part for part in self._encoding_parts if not self._is_read(part)])
-        # Before sampling: the transformer would fail at its first prompt, minutes later.
-        takes = self.model.blank_prompt()
+        self._read(self._unread())
+        size = self.model.smallest_image
+        prompt = Prompt("a", (grey_image(size),) * self._files.family.images[0], size * size)
         with _explaining(self._files, "a text_encoder fails at its first prompt; is its config.json another's?"):
-            (gives,) = self.model.encode([self._sample_prompt], self.model.longest_prompt)
-        if _widths(gives.embeds, gives.pooled) != _widths(takes.embeds, takes.pooled):
+            for part in self._encoding_parts:
+                if part.encodes_text:
+                    _check_vocabulary(self._files, self._pipe, part.name)
+            (gives,) = self.model.encode([prompt], self.model.longest_prompt)
+        # Before sampling: the transformer would fail at its first prompt, minutes later.
+        found, taken = (
+            [tensor.shape[-1] for tensor in (prompt.embeds, prompt.pooled) if tensor is not None]
+            for prompt in (gives, self.model.blank_prompt())
+        )
+        if found != taken:
             raise self._files.damaged(
-                f"the text encoders give embeddings of width {_widths(gives.embeds, gives.pooled)}, the transformer "
-                f"takes {_widths(takes.embeds, takes.pooled)}"
+                f"the text encoders give embeddings of width {found}, the transformer takes {taken}"
             )
 
     @contextmanager
     def text_encoders(self) -> Iterator[None]:
         """Hold the text encoders in memory inside ``with``; free them afterwards unless they had been read before."""
-        before = {part.name: getattr(self._pipe, part.name) for part in self._encoding_parts}
-        if all(self._is_read(part) for part in self._encoding_parts):
+        if not self._unread():
             yield
             return
         from accelerate.utils.memory import clear_device_cache
 
+        before = {part.name: getattr(self._pipe, part.name) for part in self._encoding_parts}
         try:
             self.read_text_encoders()
             yield
@@ -161,63 +159,66 @@ class PipelineLoader:
             clear_device_cache(garbage_collection=True)
 
     @property
-    def _encoding_parts(self) -> list[Part]:
-        """The networks that encode prompts."""
-        takes_images = FAMILIES[self._files.class_name].images[1] > 0
-        return [p for p in self._files.parts if p.name.startswith(TEXT) or (p.name == "vae" and takes_images)]
-
-    def _is_read(self, part: Part) -> bool:
-        """The network has its weights."""
-        network = getattr(self._pipe, part.name)
-        return network is not None and not any(p.is_meta for p in network.parameters())
+    def _tokenizers(self) -> dict[str, Any]:
+        parts = self._pipe.components.items()
+        return {name: part for name, part in parts if name.startswith("tokenizer") and part is not None}
 
     @property
-    def _sample_prompt(self) -> Prompt:
-        """A short prompt, with a grey image where the family needs one."""
-        size = self.model.smallest_image
-        return Prompt("a", (grey_image(size),) * FAMILIES[self._files.class_name].images[0], size * size)
+    def _encoding_parts(self) -> list[Part]:
+        """The networks that encode prompts."""
+        takes_images = self._files.family.images[1] > 0
+        return [p for p in self._files.parts if p.encodes_text or (p.name == "vae" and takes_images)]
+
+    def _unread(self) -> list[Part]:
+        """Those of the networks that encode prompts which have no weights yet."""
+        networks = {part: getattr(self._pipe, part.name) for part in self._encoding_parts}
+        return [p for p, network in networks.items() if network is None or any(w.is_meta for w in network.parameters())]
 
     def _without_weights(self, part: Part) -> Any:
         """The part before any network has been read; a text encoder is ``None`` until then."""
-        if part.name.startswith(TEXT):
+        if part.encodes_text:
             return None
         files = self._files
         kind = self._classes[part.name]
         folder = str(files.folder / part.name)
         file = f"{part.name}/config.json" if part.has_weights else part.name
         with _explaining(files, f"{file} cannot be read as a {part.class_name}"):
-            if not part.has_weights:
-                with _naming_torchvision(files, part):
-                    return kind.from_pretrained(folder)
-            from accelerate import init_empty_weights
+            if part.has_weights:
+                from accelerate import init_empty_weights
 
-            with init_empty_weights():
-                return kind.from_config(kind.load_config(folder))
+                with init_empty_weights():
+                    return kind.from_config(kind.load_config(folder))
+            from transformers.utils import is_torchvision_available
+
+            try:
+                return kind.from_pretrained(folder)
+            except Exception as error:
+                if part.name != PROCESSOR or is_torchvision_available():
+                    raise
+                # Without torchvision, transformers' processors raise errors of several kinds.
+                raise UnsupportedModelError(
+                    f"{FIELD}: {files.path} prepares reference images with a {part.class_name}, for which transformers "
+                    "needs torchvision; pip install 'flowgrpo_rc[edit]'"
+                ) from error
 
     def _read(self, parts: list[Part], shard: Callable[[nn.Module], None] | None = None) -> None:
-        # Small ones first: a fault of the VAE shows before gigabytes of transformer are read.
-        for part in sorted(parts, key=self._files.size):
+        # The transformer last: a fault of the VAE shows before its gigabytes are read.
+        for part in sorted(parts, key=lambda part: part.name == "transformer"):
             with quiet_loading("diffusers", "transformers"):
                 network = _load_weights(self._files, part, self._classes[part.name], torch_dtype(self._dtype))
             network.requires_grad_(False).eval()
-            if shard is not None and part.name == "transformer":
-                _check_finite(self._files, part.name, network, self._dtype)
+            # The check reads every weight, which is quicker on the device.
+            network.to("cpu" if shard and part.name == "transformer" else self._device)
+            _check_finite(self._files, part.name, network, self._dtype)
+            if shard and part.name == "transformer":
                 shard(network)
-            else:
-                # The check reads every weight, which is quicker on the device.
-                network.to(self._device)
-                _check_finite(self._files, part.name, network, self._dtype)
             # Pipelines read some settings of a part when it is registered.
             self._pipe.register_modules(**{part.name: network})
 
     def _adapted(self) -> DiffusionModel:
-        files = self._files
-        try:
-            with _explaining(files, "its parts do not fit together"):
-                model = resolve_name(FAMILIES[files.class_name].adapter)(self._pipe)
-                model.check_schedule()
-        except UnsupportedSchedulerError as error:
-            raise UnsupportedModelError(f"{FIELD}: {files.path}: {error}") from error
+        with _explaining(self._files, "its parts do not fit together"):
+            model = resolve_name(self._files.family.adapter)(self._pipe)
+            model.check_schedule()
         model.text_encoders = self.text_encoders
         model.digests = self._digests
         return model
@@ -225,8 +226,7 @@ class PipelineLoader:
     @cached_property
     def _digests(self) -> dict[str, str]:
         """Digests of text encoders and tokenizers, and of processor and VAE where prompts have images."""
-        tokenizers = {name: part for name, part in self._pipe.components.items() if name.startswith("tokenizer")}
-        found = {name: tokenizer_digest(part) for name, part in tokenizers.items() if part is not None}
+        found = {name: tokenizer_digest(part) for name, part in self._tokenizers.items()}
         processor = self._pipe.components.get(PROCESSOR)
         if processor is not None:
             found[PROCESSOR] = processor_digest(processor)
@@ -248,10 +248,6 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
     return loader.load()
 
 
-def _widths(embeds: Tensor, pooled: Tensor | None) -> list[int]:
-    return [part.shape[-1] for part in (embeds, pooled) if part is not None]
-
-
 def _try_networks(files: PipelineFiles, model: DiffusionModel, device: torch.device) -> None:
     """Run transformer and VAE once, on a prompt of zeros and the smallest image.
 
@@ -262,7 +258,7 @@ def _try_networks(files: PipelineFiles, model: DiffusionModel, device: torch.dev
     size = model.smallest_image
     guidance = 1.0 if transformer.config.get("guidance_embeds") else None
     prompts = pad([model.blank_prompt()])
-    conditioning = Conditioning(prompts, None, 1.0, guidance, size, size).rows(torch.tensor([0]), device)
+    conditioning = Conditioning(prompts, None, 1.0, guidance, size, size).to(device)
     # Zeros are enough: a network that does not fit its configuration fails at any input.
     latents = torch.zeros(1, *model.latent_shape(size, size), device=device)
     with torch.no_grad():
@@ -285,19 +281,20 @@ def _find(path: str) -> PipelineFiles:
             )
         return PipelineFiles(path, folder)
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        return PipelineFiles(path, Path(hf_hub_download(path, INDEX)).parent)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        folder = Path(hf_hub_download(path, INDEX)).parent
+    except (OSError, HFValidationError) as error:  # the hub's other errors are OSErrors
         raise UnsupportedModelError(
             f"{FIELD}: {path} is neither an existing folder nor a pipeline on the hub "
             f"({type(error).__name__}: {one_line(error, 300)})"
         ) from error
+    return PipelineFiles(path, folder)
 
 
-def _class_of(files: PipelineFiles, part: Part, pipeline_class: Any) -> Any:
-    """The class that the index names, if the pipeline takes it in this place; of a processor its tokenizer's."""
+def _class_of(files: PipelineFiles, part: Part) -> Any:
+    """The class that the index names; of a processor in a tokenizer's place that of its tokenizer."""
     # The index comes from a download: no other library is imported by its name.
     if part.library not in ("diffusers", "transformers"):
         raise UnsupportedModelError(
@@ -310,18 +307,6 @@ def _class_of(files: PipelineFiles, part: Part, pipeline_class: Any) -> Any:
         raise UnsupportedModelError(
             f"{FIELD}: {files.path}/{INDEX} names {part.library}.{part.class_name} as its {part.name}, which "
             f"{part.library} {library.__version__} does not have; correct it, or install the version that wrote it"
-        )
-    if part.name == "scheduler":
-        # Pipelines are released with other schedulers than their signature names.
-        names = ("FlowMatchEulerDiscreteScheduler", *FLOW_SOLVERS)
-        wanted = [getattr(import_module("diffusers"), name) for name in names]
-    else:
-        wanted = [kind for kind in pipeline_class._get_signature_types().get(part.name, ()) if isinstance(kind, type)]
-    # A tokenizer's slow and fast class are not derived from each other; ``_check_tokenizer`` tries it instead.
-    if (part.has_weights or part.name == "scheduler") and wanted and not issubclass(found, tuple(wanted)):
-        raise UnsupportedModelError(
-            f"{FIELD}: {files.path}/{INDEX} names {part.class_name} as its {part.name}; {pipeline_class.__name__} "
-            f"takes {' or '.join(kind.__name__ for kind in wanted)}"
         )
     # The processor is given texts alone here, and its other half, for images, would need torchvision.
     return library.PreTrainedTokenizerFast if part.is_processor else found
@@ -356,10 +341,6 @@ def _counted(names: Any, fault: str) -> str:
 
 def _check_tokenizer(files: PipelineFiles, name: str, tokenizer: Any) -> None:
     """Refuse a tokenizer without a vocabulary: transformers builds one, and every prompt then gives the same tokens."""
-    from transformers import PreTrainedTokenizerBase
-
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise files.damaged(f"{name} is a {type(tokenizer).__name__}, which is no tokenizer")
     # Any vocabulary has tokens for these texts, all different.
     tokens = {tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in ("a", "the cat", "1 2 3")}
     if len(tokens) < 3 or not all(tokens) or any(tokenizer.unk_token_id in row for row in tokens):
@@ -369,33 +350,23 @@ def _check_tokenizer(files: PipelineFiles, name: str, tokenizer: Any) -> None:
         )
 
 
+def _check_vocabulary(files: PipelineFiles, pipe: Any, encoder: str) -> None:
+    """Refuse a tokenizer with tokens that its text encoder has no embeddings for; a later prompt would have one."""
+    name = encoder.replace("text_encoder", "tokenizer")
+    tokens = len(getattr(pipe, name))
+    rows = getattr(pipe, encoder).get_input_embeddings().num_embeddings
+    if tokens > rows:
+        raise files.damaged(f"{name} has {tokens:,} tokens, {encoder} embeds {rows:,}; is one of them another model's?")
+
+
 def _check_finite(files: PipelineFiles, name: str, network: Any, dtype: str) -> None:
     """Refuse weights that are NaN or infinite, in the file or because they do not fit into ``dtype``."""
     weights = {key: p for key, p in network.state_dict().items() if p.is_floating_point() and p.numel()}
-    if not weights:
-        return
     # The largest magnitude is NaN or infinite where a value is; one transfer from the device for all.
     largest = torch.stack([torch.linalg.vector_norm(p.detach(), float("inf")).float() for p in weights.values()])
     wrong = [key for key, fine in zip(weights, torch.isfinite(largest).tolist(), strict=True) if not fine]
     if wrong:
-        faults = _counted(wrong, "of its weights hold values that are not finite")
-        raise files.damaged(f"{name}: {faults} in {dtype}")
-
-
-@contextmanager
-def _naming_torchvision(files: PipelineFiles, part: Part) -> Iterator[None]:
-    """Name the missing torchvision: without it, transformers' processors raise errors of several kinds."""
-    from transformers.utils import is_torchvision_available
-
-    try:
-        yield
-    except Exception as error:
-        if part.name != PROCESSOR or is_torchvision_available():
-            raise
-        raise UnsupportedModelError(
-            f"{FIELD}: {files.path} prepares reference images with a {part.class_name}, for which transformers needs "
-            "torchvision; pip install 'flowgrpo_rc[edit]'"
-        ) from error
+        raise files.damaged(f"{name}: {_counted(wrong, 'of its weights hold values that are not finite')} in {dtype}")
 
 
 @contextmanager
@@ -407,9 +378,9 @@ def _explaining(files: PipelineFiles, fault: str) -> Iterator[None]:
     """
     try:
         yield
-    except (UnsupportedModelError, UnsupportedSchedulerError, MemoryError, torch.OutOfMemoryError):
+    except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
         raise
-    except NonFiniteImageError as error:
+    except (UnsupportedSchedulerError, NonFiniteImageError) as error:
         raise UnsupportedModelError(f"{FIELD}: {files.path}: {error}") from error
     except ImportError as error:
         raise UnsupportedModelError(

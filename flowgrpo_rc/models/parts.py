@@ -5,6 +5,7 @@ one. ``load.py`` checks the weights themselves.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.checks import show
-from flowgrpo_rc.messages import one_line, reason
+from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import LFS_POINTER
 
@@ -43,9 +44,14 @@ class Part:
     class_name: str
 
     @property
+    def encodes_text(self) -> bool:
+        """The part is a text encoder."""
+        return self.name.startswith("text_encoder")
+
+    @property
     def has_weights(self) -> bool:
         """The part is one of the networks that are used here."""
-        return self.name in ("transformer", "vae") or self.name.startswith("text_encoder")
+        return self.encodes_text or self.name in ("transformer", "vae")
 
     @property
     def is_processor(self) -> bool:
@@ -71,28 +77,24 @@ class PipelineFiles:
         folder: its place on the disk.
 
     Raises:
-        UnsupportedModelError: the index cannot be read or is no JSON object.
+        UnsupportedModelError: the index cannot be read, names no pipeline class or one without a family, or names two
+            transformers.
     """
 
     def __init__(self, path: str, folder: Path) -> None:
         self.path = path
         self.folder = folder
         self.index = self.read_json(INDEX)
-
-    @property
-    def class_name(self) -> str:
-        """The pipeline's class.
-
-        Raises:
-            UnsupportedModelError: the index names none, or one without a family; or the pipeline has two transformers.
-        """
         name = self.index.get("_class_name")
         if not isinstance(name, str):
             raise self.damaged(f"{INDEX}: _class_name is {show(name)}; it must name a pipeline class")
         if name not in FAMILIES:
-            raise UnsupportedModelError(f"{FIELD}: {self.path} is a {name}; supported: {', '.join(FAMILIES)}")
-        refuse_two_transformers(self.path, self.index)
-        return name
+            raise UnsupportedModelError(f"{FIELD}: {path} is a {name}; supported: {', '.join(FAMILIES)}")
+        refuse_two_transformers(path, self.index)
+        self.class_name = name
+        self.family = FAMILIES[name]
+        self.left_out = [name for name in self.family.optional_parts if self.index.get(name) in LEFT_OUT]
+        """The parts that the index leaves out on purpose and that the pipeline draws without."""
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -103,22 +105,13 @@ class PipelineFiles:
         """
         found = []
         for name, entry in self.index.items():
-            if name.startswith("_") or not isinstance(entry, list) or entry in LEFT_OUT or name in self.left_out:
+            if name.startswith("_") or not isinstance(entry, list) or entry in LEFT_OUT:
                 continue
             # The library's name is imported: nothing but a pair of names may pass.
             if len(entry) != 2 or not all(isinstance(value, str) for value in entry) or os.sep in name:
                 raise self.damaged(f"{INDEX}: {name} is {show(entry)}; it must be [library, class]")
             found.append(Part(name, *entry))
         return found
-
-    @property
-    def left_out(self) -> list[str]:
-        """The parts that the index leaves out on purpose and that the pipeline draws without.
-
-        A tokenizer goes with its encoder: an encoder without one would have nothing to read.
-        """
-        absent = [name for name in FAMILIES[self.class_name].optional_parts if self.index.get(name) in LEFT_OUT]
-        return [name for name in absent if name.replace("tokenizer", "text_encoder") in absent]
 
     def damaged(self, fault: str) -> UnsupportedModelError:
         """The refusal of an incomplete or damaged pipeline; ``fault`` names the file and its fault."""
@@ -139,17 +132,19 @@ class PipelineFiles:
             raise self.damaged(f"it holds no {', '.join(missing)}")
         for part in self.parts:
             if part.has_weights:
-                self.read_json(f"{part.name}/config.json")
+                config = self.read_json(f"{part.name}/config.json")
+                # A scale of infinity would silently make one image of all latents.
+                wrong = [
+                    name for name, value in config.items() if isinstance(value, float) and not math.isfinite(value)
+                ]
+                if wrong:
+                    raise self.damaged(f"{part.name}/config.json: {wrong[0]} is {config[wrong[0]]}")
                 for file in self.weight_files(part):
                     self._check_weights(file)
             elif part.name == "scheduler":
                 self.read_json(f"{part.name}/scheduler_config.json")
             elif part.name.startswith("tokenizer"):
                 self.read_json(f"{part.name}/tokenizer_config.json")
-
-    def size(self, part: Part) -> int:
-        """Bytes of the part's files."""
-        return sum(file.stat().st_size for file in (self.folder / part.name).glob("*") if file.is_file())
 
     def weights(self, part: Part) -> tuple[str, str | None]:
         """The file that a part's weights are read from, and its variant (``fp16``) if its name carries one.
@@ -185,12 +180,10 @@ class PipelineFiles:
         """
         try:
             content = json.loads((self.folder / name).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise self.damaged(f"{name} is not JSON: {one_line(error, 120)}") from error
         except FileNotFoundError as error:
             raise self.damaged(f"{name} is missing") from error
-        except OSError as error:
-            raise self.damaged(f"{name} cannot be read: {reason(error)}") from error
+        except (ValueError, OSError) as error:
+            raise self.damaged(f"{name} is not JSON: {one_line(error, 120)}") from error
         if not isinstance(content, dict):
             raise self.damaged(f"{name} holds a JSON {type(content).__name__}; it must be an object")
         return content
@@ -200,15 +193,11 @@ class PipelineFiles:
         from safetensors import SafetensorError, safe_open
 
         file = self.folder / name
-        try:
-            with file.open("rb") as handle:
-                start = handle.read(len(LFS_POINTER))
-        except FileNotFoundError as error:
-            raise self.damaged(f"{name} is missing") from error
-        except OSError as error:
-            raise self.damaged(f"{name} cannot be read: {reason(error)}") from error
-        if start.startswith(LFS_POINTER):
-            raise self.damaged(f"{name} is a Git LFS pointer, not the file itself; run `git lfs pull`")
+        if not os.path.isfile(file):
+            raise self.damaged(f"{name} is missing")
+        with file.open("rb") as handle:
+            if handle.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise self.damaged(f"{name} is a Git LFS pointer, not the file itself; run `git lfs pull`")
         # The loader refuses a pickled file that is cut off; it has no header to look at first.
         if file.suffix != ".safetensors":
             return
@@ -216,7 +205,7 @@ class PipelineFiles:
             with safe_open(file, "pt"):
                 pass
         except (SafetensorError, OSError, ValueError) as error:
-            size = file.stat().st_size
             raise self.damaged(
-                f"{name} is cut off: it has {size:,} bytes, or is no safetensors file ({one_line(error, 120)})"
+                f"{name} is cut off: it has {file.stat().st_size:,} bytes, or is no safetensors file "
+                f"({one_line(error, 120)})"
             ) from error

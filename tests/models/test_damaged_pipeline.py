@@ -209,10 +209,10 @@ def test_a_missing_file(folder, name):
         ({"vae": [1, 2]}, "vae is [1, 2]; it must be [library, class]"),
         ({"other": ["diffusers", "Other"]}, "it holds no other"),
         ({"text_encoder": ["transformers", "NoSuchModel"]}, "names transformers.NoSuchModel as its text_encoder"),
-        ({"scheduler": ["diffusers", "DDIMScheduler"]}, "takes FlowMatchEulerDiscreteScheduler or"),
+        ({"scheduler": ["diffusers", "DDIMScheduler"]}, "its scheduler is a DDIMScheduler; a policy is made of"),
         ({"tokenizer": ["transformers", "CLIPModel"]}, "tokenizer"),
         ({"_class_name": 3}, "_class_name is 3"),
-        ({"_class_name": "StableDiffusion3Pipeline"}, "StableDiffusion3Pipeline takes CLIPTextModelWithProjection"),
+        ({"_class_name": "StableDiffusion3Pipeline"}, "tokenizer_3, which a StableDiffusion3Pipeline needs"),
     ],
 )
 def test_an_index_that_names_other_parts(folder, entries, says):
