@@ -5,13 +5,13 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from flowgrpo_rc.messages import one_line
@@ -20,6 +20,8 @@ from flowgrpo_rc.models.config import ALL_LINEAR, ModelConfig
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The adapter's file in a folder that diffusers' ``load_lora_weights`` takes."""
+METADATA_KEY = "lora_adapter_metadata"
+"""Entry of the file's metadata where diffusers looks for peft's settings, as JSON."""
 START_FIELD = "actor_rollout_ref.model.lora_adapter_path"
 """The option that names the adapter which a run starts from."""
 ACTOR_ADAPTER = "default"
@@ -33,27 +35,18 @@ class AdapterMismatchError(ValueError):
 def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
     """Check that ``folder`` holds a readable LoRA of this rank, with this alpha or at full strength (alpha = rank).
 
-    It reads the header alone, so that a run is refused before its model is loaded. ``read_lora`` checks the layers.
+    It is called before the model is loaded. ``read_lora`` checks the layers.
 
     Raises:
         AdapterMismatchError: names the file, what is wrong and the remedy.
     """
     file = Path(folder) / ADAPTER_FILE
-    if not os.path.isdir(folder):
-        raise AdapterMismatchError(f"{START_FIELD}: {folder} is no folder; give the one that holds {ADAPTER_FILE}")
-    if not os.path.isfile(file):
-        raise AdapterMismatchError(
-            f"{START_FIELD}: {folder} holds no {ADAPTER_FILE}; give a folder with a LoRA in diffusers' format"
-        )
     try:
-        with safe_open(str(file), "pt") as content:
-            ranks = {content.get_slice(name).get_shape()[0] for name in content.keys() if ".lora_A." in name}  # noqa: SIM118
-            scale = _settings(content).get("transformer.lora_alpha")
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise AdapterMismatchError(
-            f"{START_FIELD}: {file} cannot be read ({one_line(error)}); copy it again, or start from another"
-        ) from error
+        weights, settings = _content(Path(folder))
+    except AdapterMismatchError as error:
+        raise AdapterMismatchError(f"{START_FIELD}: {error}") from error
     # The rank decides the shapes; a wrong one would fail only after the model is loaded.
+    ranks = {weight.shape[0] for name, weight in weights.items() if ".lora_A." in name}
     if ranks and ranks != {rank}:
         there = ", ".join(map(str, sorted(ranks)))
         raise AdapterMismatchError(
@@ -61,6 +54,7 @@ def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
             "the file"
         )
     # A file at full strength, such as a run's final one, is converted to the run's alpha when it is read.
+    scale = settings.get("transformer.lora_alpha")
     if scale is not None and scale not in (alpha, rank):
         raise AdapterMismatchError(
             f"{START_FIELD}: {file} has lora_alpha {scale}, actor_rollout_ref.model.lora_alpha is {alpha}, which would "
@@ -253,24 +247,21 @@ def save_lora(
             ``delta W = B @ A``. Readers that do not know the metadata, such as ComfyUI and kohya's tools, then apply
             the whole update. Exact where the factor is a power of two, else to rounding.
     """
-    from diffusers.loaders import QwenImageLoraLoaderMixin
-    from diffusers.training_utils import _collate_lora_metadata
     from peft.utils import get_peft_model_state_dict
 
-    folder.mkdir(parents=True, exist_ok=True)
     state = adapter_state(transformer) if state is None else state
-    metadata = _collate_lora_metadata({"transformer": transformer})
+    peft_config: Any = transformer.peft_config
+    settings = peft_config[ACTOR_ADAPTER].to_dict()
     if full_strength:
         state = _scaled(state, _own_scale(transformer))
-        for settings in metadata.values():
-            settings["lora_alpha"] = settings["r"]
+        settings["lora_alpha"] = settings["r"]
     # peft knows the names that diffusers expects in the file.
     weights = get_peft_model_state_dict(transformer, state_dict=dict(state))
-    layers: dict[str, Any] = {k: v.detach().cpu().contiguous() for k, v in weights.items()}
-    # All pipelines that save a LoRA write the same file; one that saves none has it written by another's method.
-    save = getattr(type(model.pipe), "save_lora_weights", QwenImageLoraLoaderMixin.save_lora_weights)
-    save(str(folder), transformer_lora_layers=layers, **metadata)
-    give_umask_mode(folder)
+    layers: dict[str, Tensor] = {f"transformer.{k}": v.detach().cpu().contiguous() for k, v in weights.items()}
+    own = json.dumps({f"transformer.{k}": v for k, v in settings.items()}, indent=2, sort_keys=True, default=sorted)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Not by ``save_file``, which makes files of mode 0600 that colleagues and servers could not read.
+    (folder / ADAPTER_FILE).write_bytes(save(layers, {"format": "pt", METADATA_KEY: own}))
 
 
 def _own_scale(transformer: Any) -> float:
@@ -282,20 +273,6 @@ def _own_scale(transformer: Any) -> float:
 def _scaled(state: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
     """An adapter whose update ``B @ A`` is ``factor`` times that of ``state``."""
     return {name: value * factor if ".lora_B." in name else value for name, value in state.items()}
-
-
-def give_umask_mode(folder: Path) -> None:
-    """Give the files of ``folder`` the mode that a new file gets there: safetensors writes through a temporary file of
-    mode 0600, which colleagues and servers could not read."""
-    probe = folder / ".mode"
-    with suppress(OSError):  # file systems without modes
-        # The umask can be read only by setting it, for all threads; a new file shows it without.
-        probe.touch()
-        mode = probe.stat().st_mode & 0o777
-        probe.unlink()
-        for file in folder.iterdir():
-            if file.is_file() and not file.is_symlink():
-                file.chmod(mode)
 
 
 def load_lora(transformer: nn.Module, folder: Path) -> None:
@@ -313,26 +290,22 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
         AdapterMismatchError: there is no such file, it cannot be read, its adapter is not of this shape, or a weight of
             it is NaN or infinite.
     """
+    saved, settings = _content(folder)
     file = folder / ADAPTER_FILE
-    if not file.is_file():
-        raise AdapterMismatchError(f"{folder} holds no {file.name}; give a folder with a LoRA in diffusers' format")
-    try:
-        saved = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
-        with safe_open(file, "pt") as content:
-            settings = _settings(content)
-        scale = settings.get("transformer.lora_alpha", 1) / settings.get("transformer.r", 1)
-    except (SafetensorError, OSError, ValueError, TypeError, ZeroDivisionError) as error:
-        raise AdapterMismatchError(f"{file} cannot be read ({one_line(error)}); is it complete?") from error
     # A NaN would spread to every weight with the first update.
     bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]
     if bad:
         raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
     # peft leaves the adapter's name out of what it saves.
-    state = {k.replace(".weight", f".{ACTOR_ADAPTER}.weight"): v for k, v in saved.items()}
+    state = {
+        name.removeprefix("transformer.").replace(".weight", f".{ACTOR_ADAPTER}.weight"): value
+        for name, value in saved.items()
+    }
     try:
         check_adapter_state(state, {name: tuple(p.shape) for name, p in adapter_parameters(transformer).items()})
     except AdapterMismatchError as error:
         raise AdapterMismatchError(f"{file}: {error}") from error
+    scale = settings.get("transformer.lora_alpha", 1) / settings.get("transformer.r", 1)
     own = _own_scale(transformer)
     return state if scale == own else _scaled(state, scale / own)
 
@@ -340,25 +313,32 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
 def same_lora(one: Path, other: Path) -> bool:
     """Two folders that ``save_lora`` wrote hold the same adapter and nothing else.
 
-    The comparison is not byte for byte, because the order of a file's entries and layers is random.
+    The comparison is not byte for byte, because the order of a file's entries is random.
     """
     if not all([p.name for p in folder.iterdir()] == [ADAPTER_FILE] for folder in (one, other)):
         return False
     try:
-        with safe_open(one / ADAPTER_FILE, "pt") as first, safe_open(other / ADAPTER_FILE, "pt") as second:
-            names = sorted(first.keys())
-            if _settings(first) != _settings(second) or names != sorted(second.keys()):
-                return False
-            # One tensor at a time: two adapters of rank 64 need not be in memory.
-            pairs = ((first.get_tensor(name), second.get_tensor(name)) for name in names)
-            return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
-    except (SafetensorError, OSError, ValueError):
+        (weights, settings), (others, other_settings) = _content(one), _content(other)
+    except AdapterMismatchError:
         return False
+    alike = settings == other_settings and weights.keys() == others.keys()
+    return alike and all(v.dtype == others[k].dtype and torch.equal(v, others[k]) for k, v in weights.items())
 
 
-def _settings(adapter: Any) -> dict[str, Any]:
-    """The peft settings in an opened adapter's metadata, with lists, which were sets, in order."""
-    settings = json.loads((adapter.metadata() or {}).get("lora_adapter_metadata", "{}"))
-    if not isinstance(settings, dict):
-        return {}
-    return {name: sorted(value, key=str) if isinstance(value, list) else value for name, value in settings.items()}
+def _content(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and peft settings of an adapter's file.
+
+    Raises:
+        AdapterMismatchError: there is no such file, or it cannot be read.
+    """
+    if not os.path.isdir(folder):
+        raise AdapterMismatchError(f"{folder} is no folder; give the one that holds {ADAPTER_FILE}")
+    file = folder / ADAPTER_FILE
+    if not file.is_file():
+        raise AdapterMismatchError(f"{folder} holds no {ADAPTER_FILE}; give a folder with a LoRA in diffusers' format")
+    try:
+        with safe_open(file, "pt") as content:
+            settings = json.loads((content.metadata() or {}).get(METADATA_KEY, "{}"))
+            return {name: content.get_tensor(name) for name in content.keys()}, settings  # noqa: SIM118 - no mapping
+    except (SafetensorError, OSError, ValueError) as error:
+        raise AdapterMismatchError(f"{file} cannot be read ({one_line(error)}); is it complete?") from error

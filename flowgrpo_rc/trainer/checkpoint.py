@@ -27,7 +27,7 @@ from torch import Tensor
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models import DiffusionModel
 from flowgrpo_rc.models.digests import spread, values_digest
-from flowgrpo_rc.models.lora import base_parameters, give_umask_mode, save_lora
+from flowgrpo_rc.models.lora import base_parameters, save_lora
 from flowgrpo_rc.models.sharding import whole
 from flowgrpo_rc.rewards import RewardMix
 from flowgrpo_rc.run_folder import MADE_AT_THE_END, WRITING, RunFolder, sync_path, temporary_folder, write_durably
@@ -461,8 +461,6 @@ class CheckpointStore:
                 torch.save(tensors, temporary / TENSOR_FILE)
                 digests = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
                 (temporary / STATE_FILE).write_text(json.dumps({**state, "digests": digests}, indent=1))
-                # safetensors makes files that only the owner may read.
-                give_umask_mode(temporary)
                 for path in (*temporary.iterdir(), temporary):
                     sync_path(path)
                 if final.exists():

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from flowgrpo_rc.models import SUPPORTED_PIPELINES, DiffusionModel, check_pipeline, load_model
-from flowgrpo_rc.models.guidance import embeds_guidance, refuse_guidance_scale
 from flowgrpo_rc.models.registry import FAMILIES, FamilyEntry
 from flowgrpo_rc.paths import resolve_asset
 
@@ -51,12 +50,8 @@ def test_an_entry_makes_a_family(inverted, tiny_model):
     negative = model.decode(latents, 32, 32).int()
     # 255 - x, where rounding to whole grey levels may take the two halves of 255 both up
     assert (negative + tiny_model.decode(latents, 32, 32).int() - 255).abs().max() <= 1
-
-
-def test_what_the_entry_says_is_asked_before_loading(inverted):
-    assert embeds_guidance("InvertedPipeline", inverted) is False
     with pytest.raises(ValueError, match=r"guidance_scale=null and true_cfg_scale=3\.5"):
-        refuse_guidance_scale("InvertedPipeline", False, 3.5)
+        model.check_request(32, 32, 3.5)
 
 
 @pytest.mark.process

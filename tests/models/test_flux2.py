@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from flowgrpo_rc.models import Conditioning, Prompts, UnsupportedModelError, load_model
 from flowgrpo_rc.models.flux2 import LARGEST_REFERENCE, Flux2
-from flowgrpo_rc.models.guidance import check_guidance, embeds_guidance
 from flowgrpo_rc.prompt import Prompt, ReferenceImage, content_digest
 
 
@@ -160,19 +159,15 @@ def test_the_distilled_klein_takes_no_guidance(tmp_path):
     says = "true_cfg_scale: got 4; this model is distilled and its pipeline takes no classifier-free guidance"
     with pytest.raises(ValueError, match=says):
         model.check_request(32, 32, None, 4.0)
-    with pytest.raises(ValueError, match=says):
-        check_guidance("Flux2KleinPipeline", str(tmp_path), None, 4.0)
-    with pytest.raises(ValueError, match="set guidance_scale=null and true_cfg_scale=4"):
-        check_guidance("Flux2KleinPipeline", str(tmp_path), 4.0, 1.0)
 
 
 def test_a_transformer_of_dev_embeds_the_guidance_even_if_its_file_is_silent(saved, tmp_path):
     folder = shutil.copytree(saved / "dev", tmp_path / "model")
     damage.edit_json(folder / "transformer" / "config.json", lambda config: config.pop("guidance_embeds") and None)
-    assert embeds_guidance("Flux2Pipeline", str(folder)) is True
-    load_model(str(folder)).check_request(32, 32, 4.0)
+    model = load_model(str(folder))
+    model.check_request(32, 32, 4.0)
     with pytest.raises(ValueError, match="true_cfg_scale: got 4; this model has the guidance in its transformer"):
-        check_guidance("Flux2Pipeline", str(folder), 4.0, 4.0)
+        model.check_request(32, 32, 4.0, 4.0)
 
 
 def test_a_tokenizer_without_a_chat_template(folder):

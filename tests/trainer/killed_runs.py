@@ -23,7 +23,7 @@ from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models import load_model
 from flowgrpo_rc.trainer import FlowGRPOTrainer, checkpoint
 
-PLACES = ("adapter", "half an optimizer", "state", "sync 1", "sync 4", "renamed", "latest written", "latest renamed")
+PLACES = ("adapter", "half an optimizer", "sync 1", "sync 2", "sync 4", "renamed", "latest written", "latest renamed")
 """Where in a checkpoint a run is killed: before each of the things that must happen in their order, and between."""
 
 
@@ -35,7 +35,7 @@ def hang(tell):
 def hang_in_checkpoint(place, tell):
     """Make the first checkpoint stop at ``place``."""
     calls = {"sync": 0}
-    save, sync, mode, replace = torch.save, checkpoint.sync_path, checkpoint.give_umask_mode, os.replace
+    save, sync, replace = torch.save, checkpoint.sync_path, os.replace
 
     def half_saved(tensors, path, **settings):
         if not isinstance(path, str | Path):  # a tensor that is pickled, on its way to an engine
@@ -47,11 +47,6 @@ def hang_in_checkpoint(place, tell):
         if place == "half an optimizer":
             os.truncate(path, os.path.getsize(path) // 2)
             hang(tell)
-
-    def before_mode(folder):
-        if place == "state":
-            hang(tell)
-        mode(folder)
 
     def before_sync(path):
         calls["sync"] += 1
@@ -71,7 +66,7 @@ def hang_in_checkpoint(place, tell):
         pointer(path, content)
 
     pointer = checkpoint.write_durably
-    torch.save, checkpoint.sync_path, checkpoint.give_umask_mode = half_saved, before_sync, before_mode
+    torch.save, checkpoint.sync_path = half_saved, before_sync
     checkpoint.write_durably, checkpoint.os.replace = before_pointer, around_replace
 
 

@@ -224,20 +224,6 @@ def test_a_folder_whose_name_is_no_step_is_left_alone(tmp_path, name):
     assert store.complete() == []
 
 
-def test_files_get_the_mode_of_the_umask(tmp_path):
-    from safetensors.torch import save_file
-
-    store = CheckpointStore(tmp_path / "checkpoints", keep=None)
-    before = os.umask(0o027)
-    try:
-        folder = save(store, 1, lambda folder: save_file({"a": torch.zeros(2)}, folder / "lora"))
-    finally:
-        os.umask(before)
-    assert {p.name: oct(p.stat().st_mode & 0o777) for p in folder.iterdir()} == {
-        name: oct(0o640) for name in ("lora", "optimizer.pt", "trainer_state.json")
-    }
-
-
 def test_everything_is_on_the_disk_when_save_returns(tmp_path, monkeypatch):
     """Each file before its rename, ``latest`` before its own, and the folder that holds the names last."""
     events = []
