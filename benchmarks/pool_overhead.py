@@ -32,7 +32,7 @@ from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_mo
 from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora
 from flowgrpo_rc.rollout import RolloutConfig, RolloutPool, RolloutRequest
 from flowgrpo_rc.rollout.build import build_engine_alone, digest_rule
-from flowgrpo_rc.rollout.placement import RayConfig
+from flowgrpo_rc.rollout.config import RayConfig
 from flowgrpo_rc.rollout.process import ProcessHandle
 from flowgrpo_rc.rollout.ray.handle import ray_handles
 

@@ -20,14 +20,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NoReturn
+from typing import Any
 
 from flowgrpo_rc.messages import one_line
 
@@ -59,14 +59,9 @@ class ProcessLostError(RuntimeError):
 
 
 class RemoteError(RuntimeError):
-    """A method of a ``RemoteObject`` raised; the text is the error's, in a line.
+    """The object in a child raised; the text is the error's, in a line, and ``kind`` the name of its class."""
 
-    Args:
-        text: the error's text.
-        kind: the name of the error's class.
-    """
-
-    def __init__(self, text: str, kind: str) -> None:
+    def __init__(self, text: str, kind: str = "") -> None:
         super().__init__(text)
         self.kind = kind
 
@@ -152,12 +147,11 @@ class ChildProcess:
             explain: adds to the last line what is known about it.
         """
         text = self.output().strip()
-        descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".log")
-        with os.fdopen(descriptor, "w") as log:
-            log.write(f"{text}\n" if text else "")
+        with tempfile.NamedTemporaryFile("w", prefix=prefix, suffix=".log", delete=False) as log:
+            log.write(text)
         if not text:
-            return f"log: {name}, which is empty"
-        return f"log: {name}, which ends: {explain(text.splitlines()[-1].strip()[:600])}"
+            return f"log: {log.name}, which is empty"
+        return f"log: {log.name}, which ends: {explain(text.splitlines()[-1].strip()[:600])}"
 
     def _read_output(self) -> None:
         assert self._process.stdout is not None
@@ -190,10 +184,17 @@ class RemoteObject(ChildProcess):
         """Wait until the object has been made.
 
         Raises:
-            ProcessLostError: it could not be made, or not within ``limit_s`` seconds.
+            ProcessLostError: the process died, or took longer than ``limit_s`` seconds.
+            RemoteError: the object could not be made; its error is in the output.
         """
-        # Loading a large model may keep the interpreter busy for longer than a silence may last.
-        self._receive(_READY, limit_s, silence_s=limit_s, doing="starting")
+        try:
+            # Loading a large model may keep the interpreter busy for longer than a silence may last.
+            self._receive(_READY, limit_s, silence_s=limit_s, doing="starting")
+        except ProcessLostError as error:
+            # A positive code is an exception in Python; a signal is negative, and may come from a full memory.
+            if (self.exit_code or 0) > 0:
+                raise RemoteError(str(error)) from None
+            raise
 
     def call(self, method: str, *arguments: Any, limit_s: float, doing: str) -> Any:
         """Call a method and return its result.
@@ -209,12 +210,8 @@ class RemoteObject(ChildProcess):
             RemoteError: the method raised.
         """
         id = next(self._ids)
-        try:
+        with self._losses(self._silence_s, doing):
             _send(self.connection, (id, method, arguments))
-        except BlockingIOError:  # a stopped process reads nothing, and the pipe is full
-            self._lose(f"did not take a request for {self._silence_s:g} s while {doing}; it was ended")
-        except OSError:
-            self._lose(f"{self.how_it_ended()} before {doing}")
         value, error = self._receive(id, limit_s, self._silence_s, doing)
         if error is not None:
             raise RemoteError(*error)
@@ -234,23 +231,31 @@ class RemoteObject(ChildProcess):
     def _receive(self, id: int, limit_s: float, silence_s: float, doing: str) -> tuple[Any, tuple[str, str] | None]:
         """Value and error of the reply with this id; signs of life are dropped."""
         deadline = time.monotonic() + limit_s
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                heard = self.connection.poll(min(left, silence_s))
-                message = _receive(self.connection) if heard else None
-            except BlockingIOError:  # stopped in the midst of a message
-                self._lose(f"gave no sign of life for {silence_s:g} s while {doing}; it was ended")
-            except (EOFError, OSError):
-                self._lose(f"{self.how_it_ended()} while {doing}")
-            if not heard and left > silence_s:
-                self._lose(f"gave no sign of life for {silence_s:g} s while {doing}; it was ended")
-            if message is not None and message[0] == id:
-                return message[1:]
-        self._lose(f"took more than {limit_s:g} s for {doing}; it was ended")
+        with self._losses(silence_s, doing):
+            while (left := deadline - time.monotonic()) > 0:
+                if self.connection.poll(min(left, silence_s)):
+                    message = _receive(self.connection)
+                    if message is not None and message[0] == id:
+                        return message[1:]
+                elif left > silence_s:
+                    raise BlockingIOError
+            raise TimeoutError(f"took more than {limit_s:g} s for {doing}; it was ended")
 
-    def _lose(self, what: str) -> NoReturn:
+    @contextmanager
+    def _losses(self, silence_s: float, doing: str) -> Iterator[None]:
+        """End the process on errors of the pipe, and raise them as ``ProcessLostError``."""
+        try:
+            yield
+        except TimeoutError as error:
+            reason = str(error)
+        except BlockingIOError:  # nothing came, or it is stopped in the midst of a message
+            reason = f"gave no sign of life for {silence_s:g} s while {doing}; it was ended"
+        except (EOFError, OSError):
+            reason = f"{self.how_it_ended()} while {doing}"
+        else:
+            return
         self.end()
-        raise ProcessLostError(what)
+        raise ProcessLostError(reason)
 
 
 def without_process_group(environment: Mapping[str, str]) -> dict[str, str]:
@@ -317,21 +322,16 @@ def _serve(connection: Connection, make: str, *arguments: Any) -> None:
             id, method, call_arguments = _receive(connection)
             if method == "close":
                 break
-            reply = _answer(served, id, method, call_arguments)
+            try:
+                reply = (id, getattr(served, method)(*call_arguments), None)
+            except Exception as error:
+                traceback.print_exc()
+                reply = (id, None, (one_line(error, 1000), type(error).__name__))
     with suppress(Exception):
         served.close()
     sys.stdout.flush()
     # Libraries leave threads behind that would keep the interpreter from ending.
     os._exit(0)
-
-
-def _answer(served: Any, id: int, method: str, arguments: tuple[Any, ...]) -> tuple[int, Any, Any]:
-    """A reply: id, value, and text and class of the error. An error's traceback goes to the output."""
-    try:
-        return id, getattr(served, method)(*arguments), None
-    except Exception as error:
-        traceback.print_exc()
-        return id, None, (one_line(error, 1000), type(error).__name__)
 
 
 def _send_heartbeats(connection: Connection, lock: threading.Lock) -> None:

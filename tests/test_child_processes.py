@@ -103,7 +103,7 @@ def test_killed_in_the_midst_of_a_call_and_between_two(make_remote):
     later(0.3, os.kill, remote.pid, signal.SIGKILL)
     with pytest.raises(ProcessLostError, match="^died of signal 9 while sampling$"):
         call(remote, "generate", "sleep", 600)
-    with pytest.raises(ProcessLostError, match="^died of signal 9 (before|while) sampling$"):
+    with pytest.raises(ProcessLostError, match="^died of signal 9 while sampling$"):
         call(remote, "generate", "echo", 1)
     with pytest.raises(ProcessLostError, match="ended with code 3 while sampling"):
         call(make_remote(), "generate", "end", 3)
@@ -129,8 +129,7 @@ def test_a_stopped_child_is_ended_after_its_silence(make_remote, monkeypatch, wh
         os.kill(remote.pid, signal.SIGSTOP)
         if when == "in a long request":
             arguments = ("echo", b"x" * 50_000_000)
-    says = "did not take a request" if when == "in a long request" else "gave no sign of life"
-    with pytest.raises(ProcessLostError, match=f"^{says} for 3 s while sampling; it was ended$"):
+    with pytest.raises(ProcessLostError, match="^gave no sign of life for 3 s while sampling; it was ended$"):
         call(remote, "generate", *arguments)
     assert not alive(remote.pid)
 
@@ -142,16 +141,16 @@ def test_a_call_that_takes_too_long_is_ended(make_remote):
 
 
 @pytest.mark.parametrize(
-    ("at_start", "limit_s", "says"),
+    ("at_start", "limit_s", "kind", "says"),
     [
-        ("fail", TIMEOUT, "^ended with code 1 while starting$"),
-        ("die", TIMEOUT, "^died of signal 9 while starting$"),
-        ("hang", 1.0, "^took more than 1 s for starting; it was ended$"),
+        ("fail", TIMEOUT, RemoteError, "^ended with code 1 while starting$"),
+        ("die", TIMEOUT, ProcessLostError, "^died of signal 9 while starting$"),
+        ("hang", 1.0, ProcessLostError, "^took more than 1 s for starting; it was ended$"),
     ],
 )
-def test_a_start_that_fails(make_remote, at_start, limit_s, says):
+def test_a_start_that_fails(make_remote, at_start, limit_s, kind, says):
     remote = make_remote(at_start, ready=False)
-    with pytest.raises(ProcessLostError, match=says):
+    with pytest.raises(kind, match=says):
         remote.wait_until_ready(limit_s)
     assert not alive(remote.pid)
     if at_start == "fail":

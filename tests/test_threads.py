@@ -9,7 +9,7 @@ import pytest
 
 from flowgrpo_rc import threads
 from flowgrpo_rc.cli.main import main
-from flowgrpo_rc.rollout.devices import engine_environment
+from flowgrpo_rc.rollout.process import engine_environment
 
 OURS = {"GOMP_SPINCOUNT": str(threads.SPINS)}
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.config import RolloutConfig, device_groups
 from flowgrpo_rc.rollout.engines import ENGINES
-from flowgrpo_rc.rollout.placement import device_groups
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -11,9 +11,8 @@ from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.rollout.base import RolloutEngine
-from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.config import ALONE, RolloutConfig, Share
 from flowgrpo_rc.rollout.engines import ELSEWHERE, ENGINES
-from flowgrpo_rc.rollout.placement import ALONE, Share
 from flowgrpo_rc.rollout.pool import RolloutPool
 
 

@@ -1,7 +1,9 @@
-"""How images are sampled: engine, schedule, SDE window, validation. Importing this loads no torch."""
+"""How and where images are sampled: engine, placement, schedule, SDE window, validation. Importing this loads no
+torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated
@@ -9,15 +11,6 @@ from typing import Annotated
 from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rollout.engines import ENGINES
-from flowgrpo_rc.rollout.placement import (
-    IN_TRAINER,
-    JOINED,
-    PLACEMENTS,
-    EngineTimeouts,
-    ProcessConfig,
-    RayConfig,
-    device_groups,
-)
 from flowgrpo_rc.sde.types import SDE_TYPES
 from flowgrpo_rc.sde.window import SDEWindow
 from flowgrpo_rc.section import (
@@ -34,6 +27,36 @@ from flowgrpo_rc.section import (
 QUANTIZATIONS = ("fp8",)
 """How the ``diffusers`` engine may round its weights."""
 _HERE = "actor_rollout_ref.rollout"
+IN_TRAINER = "trainer"
+"""The placement of an engine beside the actor."""
+PLACEMENTS = (IN_TRAINER, "process", "ray")
+"""Values of ``rollout.placement``."""
+SHORTEST_SILENCE = 3.0
+"""Seconds. A working process may give no sign of life for a second or two."""
+Silence = Annotated[
+    PositiveFloat,
+    Check(
+        lambda seconds: seconds >= SHORTEST_SILENCE,
+        f"a process at work may be silent for a second or two, so give at least {SHORTEST_SILENCE:g}",
+    ),
+]
+_DEVICE = re.compile(r"cpu|[a-z]+:\d+")
+JOINED = "+"
+"""Joins the devices of one engine in an entry of ``rollout.devices``."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Position among the trainer processes of a machine, which divide its engines among themselves."""
+
+    index: int
+    """From 0."""
+    count: int
+    """Number of trainer processes."""
+
+
+ALONE = Share(0, 1)
+"""One trainer process on its machine."""
 
 
 @documented_fields
@@ -180,6 +203,65 @@ class ProbeConfig(Section):
     """Warn, once a run, when ``rollout_sync/engine_gap_per_dimension`` exceeds this. Null never warns."""
 
 
+@dataclass(kw_only=True, slots=True)
+class EngineTimeouts(Section):
+    """Time limits after which an engine's process is ended and started again."""
+
+    start_timeout_s: PositiveFloat = 900.0
+    """Seconds from the start of the process until the model is loaded."""
+
+    request_timeout_s: PositiveFloat = 3600.0
+    """Seconds for one request: a rollout with all its images, or with ``placement`` one micro-batch of it."""
+
+    sync_timeout_s: PositiveFloat = 600.0
+    """Seconds for taking over one adapter."""
+
+    silence_timeout_s: Silence = 60.0
+    """Seconds without a sign of life; a process gives two a second. At least ``SHORTEST_SILENCE``."""
+
+    close_timeout_s: PositiveFloat = 20.0
+    """Seconds for a clean end, after which the process is killed."""
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class ProcessConfig(EngineTimeouts):
+    """The section ``rollout.process``: time limits after which an engine elsewhere is ended and started again."""
+
+    section = f"{_HERE}.process"
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class RayConfig(Section):
+    """The section ``rollout.ray``: the cluster of engines with ``placement=ray``."""
+
+    section = f"{_HERE}.ray"
+
+    address: str | None = None
+    """Address of a running cluster that this machine belongs to, ``host:port``; ``auto`` finds it. Null joins the
+    cluster of the variable ``RAY_ADDRESS``, and without one starts Ray on this machine for the run."""
+
+    num_gpus: NonNegativeFloat = 1.0
+    """GPUs that Ray reserves for each engine; 0 for engines on the CPU."""
+
+    num_cpus: NonNegativeFloat = 1.0
+    """CPUs that Ray reserves for each engine."""
+
+    def problems(self) -> Iterator[str]:
+        """An address that needs Ray's client, and shares of several GPUs."""
+        if self.address is not None and self.address.startswith("ray://"):
+            yield (
+                f"address: got {self.address!r}, Ray's way in from outside; engines are asked from a machine of the "
+                "cluster, so run `ray start --address=HEAD:6379` on this one and set it to auto"
+            )
+        if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
+            yield (
+                f"num_gpus: got {self.num_gpus:g}; Ray gives a share of one GPU or whole GPUs, so give a number up to "
+                "1 or a whole one"
+            )
+
+
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class VllmOmniConfig(EngineTimeouts):
@@ -261,7 +343,10 @@ class RolloutConfig(Section):
     seed: NonNegativeInt | None = None
     """Seed of the rollouts' noise and window places. Null takes ``trainer.seed``."""
 
-    calculate_log_probs: bool = True
+    # Scripts of verl-omni set this key, so that it exists; nothing here works without the log-probs.
+    calculate_log_probs: Annotated[
+        bool, Check(bool, "the rollout/training gap is measured from these log-probs, so leave it true")
+    ] = True
     """Record the engine's log-probs. Rollout correction and bypass mode need them."""
 
     algo: RolloutAlgoConfig = field(default_factory=RolloutAlgoConfig)
@@ -275,6 +360,8 @@ class RolloutConfig(Section):
     def problems(self) -> Iterator[str]:
         """Combinations of fields that cannot work."""
         engine = ENGINES[self.name]
+        is_vllm_omni = self.name == "vllm_omni"
+        chosen = f"name={self.name}, placement={self.placement}"
         # Another engine would ignore the setting, and its images would be compared under a wrong name.
         if self.quantization is not None and not engine.quantizes:
             able = ", ".join(name for name, entry in ENGINES.items() if entry.quantizes)
@@ -282,19 +369,13 @@ class RolloutConfig(Section):
                 f"quantization: got {self.quantization}; only the {able} engine rounds its weights, so leave it null "
                 f"or set {_HERE}.name={able}"
             )
-        # The rows of the engines list their own names of backends, which differ.
-        backends = (*engine.attention_backends, "null")
-        if self.rollout_attn_backend is not None and self.rollout_attn_backend not in backends[:-1]:
-            yield f"rollout_attn_backend: got {self.rollout_attn_backend!r}; choose one of {', '.join(backends)}"
+        # The engines have names of their own for backends.
+        if self.rollout_attn_backend not in (None, *engine.attention_backends):
+            backends = ", ".join((*engine.attention_backends, "null"))
+            yield f"rollout_attn_backend: got {self.rollout_attn_backend!r}; choose one of {backends}"
         # The section alone takes 0, as validation has it; a run needs steps with a density.
         if self.algo.noise_level == 0:
             yield "algo.noise_level: got 0; a deterministic rollout has no log-prob to train on, give e.g. 0.7"
-        # Scripts of verl-omni set this key, so that it exists; nothing here works without the log-probs.
-        if not self.calculate_log_probs:
-            yield (
-                "calculate_log_probs: got False; the rollout/training gap is measured from these log-probs, so leave "
-                "it true"
-            )
         # Not their sum: ahead alone already makes adapters as many batches old.
         for name in ("ahead", "adapter_lag"):
             batches = getattr(self, name)
@@ -303,57 +384,41 @@ class RolloutConfig(Section):
                     f"{name}: got {batches}, so that adapters which draw would be {batches} batches older than the "
                     f"actor's; {_HERE}.max_staleness={self.max_staleness} bounds that, so lower {name} or raise it"
                 )
-        yield from self._placement_problems()
-        yield from self._timeout_problems()
-        yield from complaints(lambda: self.window, within=_HERE)
-
-    def _placement_problems(self) -> Iterator[str]:
-        """Settings of a placement that is not the one chosen."""
-        is_vllm_omni = self.name == "vllm_omni"
         if self.vllm_omni.sleep and not (is_vllm_omni and self.placement == IN_TRAINER):
             yield (
-                f"vllm_omni.sleep: got True with name={self.name}, placement={self.placement}; only a vllm_omni engine "
-                "that takes turns with the trainer on one GPU has reason to sleep, so set it to false"
+                f"vllm_omni.sleep: got True with {chosen}; only a vllm_omni engine that takes turns with the trainer "
+                "on one GPU has reason to sleep, so set it to false"
             )
+        devices = self.devices or []
         if self.devices is not None and self.placement != "process":
             yield (
-                f"devices: got {self.devices} with placement={self.placement}; only engines in processes of their own "
-                f"are given devices, so set {_HERE}.placement=process or leave devices null"
+                f"devices: got {devices} with placement={self.placement}; only engines in processes of their own are "
+                f"given devices, so set {_HERE}.placement=process or leave devices null"
             )
         elif self.devices is not None:
-            yield from complaints(device_groups, self.devices, within=_HERE)
-            joined = [entry for entry in self.devices if JOINED in entry]
-            if joined and not is_vllm_omni:
-                yield (
-                    f"devices: got {joined[0]}; the {self.name} engine computes on one device, so give each engine its "
-                    f"own, or set {_HERE}.name=vllm_omni"
-                )
+            yield from complaints(device_groups, devices, within=_HERE)
+        one_device = f"the {self.name} engine computes on one device, so give each engine one"
+        if JOINED in "".join(devices) and not is_vllm_omni:
+            yield f"devices: got {', '.join(devices)}; {one_device}, or set {_HERE}.name=vllm_omni"
         if self.placement == "ray" and self.ray.num_gpus > 1 and not is_vllm_omni:
-            yield (
-                f"ray.num_gpus: got {self.ray.num_gpus:g}; the {self.name} engine computes on one device, so give it "
-                f"1, or set {_HERE}.name=vllm_omni"
-            )
+            yield f"ray.num_gpus: got {self.ray.num_gpus:g}; {one_device}, or set {_HERE}.name=vllm_omni"
         # Without Ray the devices are named, which gives their number.
         if self.engines != 1 and self.placement != "ray":
             yield (
                 f"engines: got {self.engines} with placement={self.placement}; only Ray finds places for engines, so "
                 f"name several in {_HERE}.devices with placement=process, or set placement=ray"
             )
-
-    def _timeout_problems(self) -> Iterator[str]:
-        """A ``vllm_omni`` engine has a process of its own, which goes by one section's time-outs; on Ray, by both."""
-        if self.name != "vllm_omni" or self.placement == "ray":
-            return
-        read = "process" if self.is_elsewhere else "vllm_omni"
-        ignored = "vllm_omni" if self.is_elsewhere else "process"
-        for timeout in fields(EngineTimeouts):
+        # A vllm_omni engine goes by one section's time-outs (on Ray by both), and a value that nothing reads would look
+        # like a limit that holds.
+        read, ignored = ("process", "vllm_omni") if self.is_elsewhere else ("vllm_omni", "process")
+        for timeout in fields(EngineTimeouts) if is_vllm_omni and self.placement != "ray" else ():
             value = getattr(getattr(self, ignored), timeout.name)
-            # A value that nothing reads would look like a limit that holds.
             if value not in (timeout.default, getattr(getattr(self, read), timeout.name)):
                 yield (
-                    f"{ignored}.{timeout.name}: got {value:g}; with name={self.name} and placement={self.placement} "
-                    f"the engine's process goes by {_HERE}.{read}.{timeout.name}, so set that"
+                    f"{ignored}.{timeout.name}: got {value:g}; with {chosen} the engine's process goes by "
+                    f"{_HERE}.{read}.{timeout.name}, so set that"
                 )
+        yield from complaints(lambda: self.window, within=_HERE)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -386,3 +451,26 @@ class RolloutConfig(Section):
         # Null takes the training value, so that a change of training reaches validation.
         own = {f.name: getattr(self.val_kwargs.pipeline, f.name) for f in fields(self.val_kwargs.pipeline)}
         return replace(self.pipeline, **{name: value for name, value in own.items() if value is not None})
+
+
+def device_groups(devices: list[str]) -> list[tuple[str, ...]]:
+    """``rollout.devices`` as the devices of each engine.
+
+    Raises:
+        ValueError: an entry names no device, or one is named twice.
+    """
+    field = f"{_HERE}.devices"
+    if not devices:
+        raise ValueError(f"{field}: got []; name a device for each engine, e.g. [cuda:2,cuda:3], or set it to null")
+    # Two engines on one device would each plan with all of its memory; on the CPU they only share time.
+    groups = [tuple(entry.split(JOINED)) for entry in devices]
+    named = [device for group in groups for device in group]
+    for device in named:
+        if not _DEVICE.fullmatch(device):
+            raise ValueError(
+                f"{field}: got {device!r}; a device is cpu or a kind and a number, e.g. cuda:2, and an engine on "
+                f"several of them is cuda:2{JOINED}cuda:3"
+            )
+        if device != "cpu" and named.count(device) > 1:
+            raise ValueError(f"{field}: names {device} twice; two engines would share its memory, so give each its own")
+    return groups

@@ -1,41 +1,41 @@
 """Engines in processes of their own on this machine: ``placement=process``."""
 
-import threading
-import weakref
+import os
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import AdapterMismatchError
-from flowgrpo_rc.processes import ProcessLostError, RemoteError, RemoteObject
-from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutHandle, RolloutRequest, Trajectories
+from flowgrpo_rc.processes import RemoteObject, without_process_group
+from flowgrpo_rc.rollout.base import RolloutHandle
 from flowgrpo_rc.rollout.build import check_elsewhere
-from flowgrpo_rc.rollout.config import RolloutConfig
-from flowgrpo_rc.rollout.devices import check_devices, engine_environment, inside, with_threads
+from flowgrpo_rc.rollout.config import EngineTimeouts, RolloutConfig, Share, device_groups
 from flowgrpo_rc.rollout.engines import ENGINES
-from flowgrpo_rc.rollout.placement import EngineTimeouts, Share, device_groups
+from flowgrpo_rc.rollout.handle import EngineHandle
+from flowgrpo_rc.threads import limit_spinning
+
+_FIELD = "actor_rollout_ref.rollout.devices"
 
 
-class EngineProcess:
-    """An engine's process, which can be started again after a loss.
-
-    Any thread may call; ``close`` also ends a call in progress in another thread.
+class EngineProcess(EngineHandle):
+    """An engine in a process, which ends with this one.
 
     Args:
+        name: as ``RolloutHandle.name``.
         make: ``module:class`` of the object in the process, with the methods ``sync``, ``generate`` and ``close``.
         arguments: of ``make``.
         environment: all variables of the process.
         timeouts: when it counts as lost.
-        subject: how messages begin.
+        subject: how messages about a loss begin.
         explain: adds to an error of the process what is known about it.
     """
 
     def __init__(
         self,
+        name: str,
         make: str,
         *arguments: Any,
         environment: Mapping[str, str],
@@ -43,100 +43,25 @@ class EngineProcess:
         subject: str = "its process",
         explain: Callable[[str], str] = str,
     ) -> None:
-        self._make = make
-        self._arguments = arguments
+        super().__init__(name, timeouts, explain)
+        self._target = (make, *arguments)
         self._environment = environment
-        self._timeouts = timeouts
         self._subject = subject
-        self._explain = explain
-        # Held during a call.
-        self._in_use = threading.Lock()
-        self._process: RemoteObject | None = None
-        self._has_worked = False
-        self._closed = False
 
-    @property
-    def pid(self) -> int:
-        """Of the process that was started last."""
-        return -1 if self._process is None else self._process.pid
+    def _make(self) -> RemoteObject:
+        silence_s = self._timeouts.silence_timeout_s
+        return RemoteObject(*self._target, environment=self._environment, silence_s=silence_s)
 
-    def start(self) -> None:
-        """Start a process, in place of one that is there, and wait until the engine has been made.
-
-        Raises:
-            EngineLostError: it died, took too long, was closed meanwhile, or failed after it had worked before.
-            RolloutError: the engine could not be made the first time. Its cause is in the settings, which stay.
-        """
-        with self._in_use:
-            if self._process is not None:
-                self._process.end()
-            if not self._closed:
-                self._process = RemoteObject(
-                    self._make,
-                    *self._arguments,
-                    environment=self._environment,
-                    silence_s=self._timeouts.silence_timeout_s,
-                )
-            if self._closed or self._process is None:
-                self._end()
-                raise EngineLostError(f"{self._subject} was closed before starting")
-            try:
-                self._process.wait_until_ready(self._timeouts.start_timeout_s)
-            except ProcessLostError as error:
-                # A positive code is an exception in Python; a signal is negative, and may come from a full memory.
-                failed = (self._process.exit_code or 0) > 0
-                raise self._loss(error, RolloutError if failed and not self._has_worked else EngineLostError) from None
-            self._has_worked = True
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the engine and return its result.
-
-        Raises:
-            EngineLostError: the process died or did not answer; it is gone until ``start``.
-            AdapterMismatchError, RolloutError: the method raised.
-        """
-        limit_s = self._timeouts.request_timeout_s
-        doing = "sampling"
-        if method == "sync":
-            limit_s = self._timeouts.sync_timeout_s
-            doing = "taking an adapter"
-        with self._in_use:
-            if self._process is None:
-                raise EngineLostError(f"{self._subject} has not been started")
-            try:
-                return self._process.call(method, *arguments, limit_s=limit_s, doing=doing)
-            except ProcessLostError as error:
-                raise self._loss(error, EngineLostError) from None
-            except RemoteError as error:
-                # By name, since classes of the other process are not sent.
-                kind = AdapterMismatchError if error.kind == AdapterMismatchError.__name__ else RolloutError
-                raise kind(self._explain(str(error))) from None
-
-    def close(self) -> None:
-        """Let the process end, and end it; in the midst of a call end it at once. Harmless when it is gone."""
-        self._closed = True
-        # Without the lock a call is in progress, and a polite end would have to wait for it.
-        if self._process is not None and self._in_use.acquire(blocking=False):
-            try:
-                self._process.close(self._timeouts.close_timeout_s)
-            finally:
-                self._in_use.release()
-        self._end()
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.end()
-
-    def _loss(self, error: ProcessLostError, kind: type[RolloutError]) -> RolloutError:
-        assert self._process is not None
+    def _loss(self, error: str) -> str:
         if self._closed:
-            return EngineLostError(f"{self._subject} {self.pid} was closed")
+            return f"{self._subject} {self.pid} was closed"
+        assert isinstance(self._engine, RemoteObject)
         # Saved for a loss only: the end after a close is expected.
-        log = self._process.save_output("rollout_engine_", self._explain)
-        return kind(f"{self._subject} {self.pid} {error}; {log}")
+        log = self._engine.save_output("rollout_engine_", self._explain)
+        return f"{self._subject} {self.pid} {error}; {log}"
 
 
-class ProcessHandle:
+class ProcessHandle(EngineProcess):
     """An engine with a model of its own in a process on one device.
 
     It has the trainer's number of threads, so that it draws the same bits on the same kind of device, and sees no GPU
@@ -153,37 +78,18 @@ class ProcessHandle:
     """
 
     def __init__(self, rollout: RolloutConfig, model: ModelConfig, device: str, number: int = 0) -> None:
-        self.name = f"process {number} ({device})"
         check_elsewhere(rollout)
         check_devices(device)
-        self._process = EngineProcess(
+        # With another number of threads the last bits differ.
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        super().__init__(
+            f"process {number} ({device})",
             "flowgrpo_rc.rollout.build:build_engine_alone",
-            *(rollout, model, inside(device)),
-            environment=with_threads(engine_environment(device)),
+            # The process sees no other GPU.
+            *(rollout, model, "cuda:0" if device.startswith("cuda") else device),
+            environment=engine_environment(device) | threads,
             timeouts=rollout.process,
         )
-        self._at_exit = weakref.finalize(self, self._process.close)
-
-    @property
-    def pid(self) -> int:
-        """Of the process that was started last."""
-        return self._process.pid
-
-    def start(self) -> None:
-        """As ``RolloutHandle.start``; returns when the model is loaded."""
-        self._process.start()
-
-    def sync(self, state: Mapping[str, Tensor], version: int) -> str:
-        """As ``RolloutHandle.sync``; pickling a view would send all of its storage."""
-        return self._process.call("sync", dict(state), version)
-
-    def generate(self, request: RolloutRequest) -> Trajectories:
-        """As ``RolloutHandle.generate``."""
-        return self._process.call("generate", request)
-
-    def close(self) -> None:
-        """As ``RolloutHandle.close``."""
-        self._process.close()
 
 
 def process_handles(
@@ -209,6 +115,45 @@ def check_process(rollout: RolloutConfig, share: Share) -> None:
     check_devices(*(device for group in _own_groups(rollout, share) for device in group))
 
 
+def engine_environment(*devices: str) -> dict[str, str]:
+    """The trainer's environment without its process group, and with these GPUs alone, numbered from 0.
+
+    Raises:
+        ValueError: ``CUDA_VISIBLE_DEVICES`` lists no such GPU.
+    """
+    own = without_process_group(os.environ)
+    # vllm would report each start to its authors, and fill the output with progress.
+    environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | own
+    limit_spinning(environment)
+    if not torch.accelerator.is_available():
+        # vllm cannot find out by itself that there is no accelerator.
+        environment.setdefault("VLLM_TARGET_DEVICE", "cpu")
+    gpus = [torch.device(device).index or 0 for device in devices if torch.device(device).type == "cuda"]
+    if gpus:
+        # The variable may hold numbers or names of GPUs, so that indices are looked up in it.
+        shown = own.get("CUDA_VISIBLE_DEVICES")
+        visible = shown.split(",") if shown else [str(gpu) for gpu in range(max(gpus) + 1)]
+        if max(gpus) >= len(visible):
+            raise ValueError(
+                f"{_FIELD}: got cuda:{max(gpus)}, but CUDA_VISIBLE_DEVICES={shown} shows {len(visible)} GPUs"
+            )
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in gpus)
+    return environment
+
+
+def check_devices(*devices: str) -> None:
+    """Refuse GPUs that this process does not see.
+
+    Raises:
+        ValueError: names the device.
+    """
+    seen = torch.cuda.device_count()
+    for device in devices:
+        if torch.device(device).type == "cuda" and (torch.device(device).index or 0) >= seen:
+            there = f"cuda:0 to cuda:{seen - 1}" if seen else "no GPU"
+            raise ValueError(f"{_FIELD}: got {device}, but this process sees {there}; name devices that are there")
+
+
 def _own_groups(rollout: RolloutConfig, share: Share) -> list[tuple[str, ...]]:
     """The devices of this trainer process's engines; none where they use the trainer's own."""
     if rollout.devices is None:
@@ -216,8 +161,8 @@ def _own_groups(rollout: RolloutConfig, share: Share) -> list[tuple[str, ...]]:
     groups = device_groups(rollout.devices)
     if len(groups) < share.count:
         raise ValueError(
-            f"actor_rollout_ref.rollout.devices: has {len(groups)} engines for the {share.count} trainer processes of "
-            "this machine; name at least one for each, or start fewer processes"
+            f"{_FIELD}: has {len(groups)} engines for the {share.count} trainer processes of this machine; name at "
+            "least one for each, or start fewer processes"
         )
     # Dealt in turn, so that every trainer process has as many as the others, or one more.
     return groups[share.index :: share.count]

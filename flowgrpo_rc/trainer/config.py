@@ -14,9 +14,8 @@ from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.objectives import DEFAULT
 from flowgrpo_rc.models.config import FSDP_FIELD, ModelConfig
 from flowgrpo_rc.rewards.config import RewardConfig
-from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.config import IN_TRAINER, RolloutConfig
 from flowgrpo_rc.rollout.engines import ENGINES
-from flowgrpo_rc.rollout.placement import IN_TRAINER
 from flowgrpo_rc.section import (
     Check,
     NonNegativeInt,

@@ -27,7 +27,7 @@ from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
 from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
 from flowgrpo_rc.rollout import build_engine
 from flowgrpo_rc.rollout.build import check_engine, check_placement
-from flowgrpo_rc.rollout.placement import Share
+from flowgrpo_rc.rollout.config import Share
 from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
 from flowgrpo_rc.trainer.checkpoint import fingerprint
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig

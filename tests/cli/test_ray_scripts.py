@@ -11,7 +11,7 @@ from tests_support import run_process
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.rollout.build import check_placement
-from flowgrpo_rc.rollout.placement import Share
+from flowgrpo_rc.rollout.config import Share
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "flowgrpo_trainer"
 

@@ -3,16 +3,18 @@
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests_support import TIMEOUT, alive, wait_until
 
+from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutError
-from flowgrpo_rc.rollout.devices import check_devices, engine_environment, inside, with_threads
-from flowgrpo_rc.rollout.placement import EngineTimeouts
-from flowgrpo_rc.rollout.process import EngineProcess
+from flowgrpo_rc.rollout.config import EngineTimeouts, RolloutConfig
+from flowgrpo_rc.rollout.handle import EngineHandle
+from flowgrpo_rc.rollout.process import EngineProcess, ProcessHandle, check_devices, engine_environment
 
 starts_one = pytest.mark.process
 
@@ -25,9 +27,8 @@ def make_process(tmp_path, monkeypatch):
 
     def make(*at_start, start=True, **timeouts):
         timeouts = EngineTimeouts(**{f"{name}_timeout_s": seconds for name, seconds in timeouts.items()})
-        process = EngineProcess(
-            "remote_fake:Fake", *at_start, environment=os.environ, timeouts=timeouts, explain=lambda line: f"<{line}>"
-        )
+        settings = {"environment": os.environ, "timeouts": timeouts, "explain": lambda line: f"<{line}>"}
+        process = EngineProcess("engine", "remote_fake:Fake", *at_start, **settings)
         made.append(process)
         if start:
             process.start()
@@ -100,7 +101,7 @@ def test_close_from_another_thread_ends_a_call_at_once(make_process, doing, tmp_
     thread.join(TIMEOUT)
     assert caught == [f"its process {process.pid} was closed"]
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(EngineLostError, match="^its process was closed before starting$"):
+    with pytest.raises(EngineLostError, match="^it was closed before starting$"):
         process.start()
 
 
@@ -109,7 +110,7 @@ def test_a_killed_process_is_found_at_the_next_call(make_process):
     process = make_process()
     os.kill(process.pid, signal.SIGKILL)
     wait_until(lambda: not alive(process.pid))
-    with pytest.raises(EngineLostError, match="died of signal 9 (before|while) sampling; log: .*, which is empty$"):
+    with pytest.raises(EngineLostError, match="died of signal 9 while sampling; log: .*, which is empty$"):
         process.call("generate", "echo", 1)
 
 
@@ -146,9 +147,25 @@ def test_devices_are_those_that_this_process_sees(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="got cuda:0, but this process sees no GPU"):
         check_devices("cuda:0")
-    assert (inside("cuda:3"), inside("cpu")) == ("cuda:0", "cpu")
 
 
-def test_an_engines_process_has_the_trainers_number_of_threads():
+@pytest.mark.parametrize(("device", "inside"), [("cuda:1", "cuda:0"), ("cpu", "cpu")])
+def test_an_engines_process_has_its_device_alone_and_the_trainers_number_of_threads(monkeypatch, device, inside):
     torch.set_num_threads(3)
-    assert with_threads({"OMP_NUM_THREADS": "16", "A": "b"}) == {"OMP_NUM_THREADS": "3", "A": "b"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    handle = ProcessHandle(RolloutConfig(), ModelConfig(), device)
+    assert handle._target[-1] == inside
+    assert handle._environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_an_engine_that_is_closed_while_it_is_made_is_ended():
+    ended = []
+
+    class Handle(EngineHandle):
+        def _make(self):
+            self.close()
+            return SimpleNamespace(end=lambda: ended.append(True))
+
+    with pytest.raises(EngineLostError, match="^it was closed before starting$"):
+        Handle("engine", EngineTimeouts()).start()
+    assert ended == [True]

@@ -14,8 +14,8 @@ from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout import EngineLostError, RolloutConfig, RolloutError, RolloutPool, build_engine
 from flowgrpo_rc.rollout.base import RolloutHandle
 from flowgrpo_rc.rollout.build import digest_rule
+from flowgrpo_rc.rollout.config import ProcessConfig
 from flowgrpo_rc.rollout.engines import ENGINES, EngineEntry
-from flowgrpo_rc.rollout.placement import ProcessConfig
 from flowgrpo_rc.rollout.process import ProcessHandle
 
 pytestmark = pytest.mark.process

@@ -5,7 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,9 +17,17 @@ from tests_support import TIMEOUT, alive, descendants, end, wait_until
 
 from flowgrpo_rc.rollout import EngineLostError, RolloutConfig
 from flowgrpo_rc.rollout.build import build_engine_alone, check_placement
-from flowgrpo_rc.rollout.placement import ProcessConfig, RayConfig, Share
+from flowgrpo_rc.rollout.config import ProcessConfig, RayConfig, Share
 from flowgrpo_rc.rollout.ray import handle
-from flowgrpo_rc.rollout.ray.handle import _address, actor_device, local_environment, ray_handles
+from flowgrpo_rc.rollout.ray.actor import EngineActor
+from flowgrpo_rc.rollout.ray.handle import (
+    RayHandle,
+    _address,
+    actor_device,
+    gpus_beside,
+    ray_handles,
+    set_variables_of_ray,
+)
 
 HERE = Path(__file__).parent
 
@@ -72,32 +83,41 @@ def test_several_trainer_processes_share_a_cluster_that_is_there(monkeypatch):
     assert _address(config("node1:6379")) == "node1:6379"
 
 
-def test_a_ray_of_our_own_keeps_off_the_trainers_gpu_and_process_group(monkeypatch):
-    for name, value in {"RANK": "1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+def test_a_ray_of_our_own_keeps_off_the_trainers_gpu(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-
-    assert local_environment("cuda:1")["CUDA_VISIBLE_DEVICES"] == "0,2,3"
+    assert gpus_beside("cuda:1") == {"CUDA_VISIBLE_DEVICES": "0,2,3"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert local_environment("cuda")["CUDA_VISIBLE_DEVICES"] == "6"
-    found = local_environment("cpu")
-    assert found["CUDA_VISIBLE_DEVICES"] == "4,6"
-    assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & found.keys()
-    assert found["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert gpus_beside("cuda") == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert gpus_beside("cpu") == {}
+
+
+def test_an_actor_has_no_process_group(monkeypatch):
+    """Its node's daemon may have been started by a trainer that has one."""
+    launcher = {"RANK": "1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("flowgrpo_rc.rollout.build.build_engine_alone", lambda *_: "engine")
+    EngineActor().load(config(), MODEL, "cpu", 3)
+    assert not launcher.keys() & os.environ.keys()
+    assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
 def test_a_ray_of_our_own_obeys_its_trainer_alone(monkeypatch):
     """It listens to the network; a user's own settings count."""
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    found = [local_environment("cpu") for _ in range(2)]
-    assert all(own["RAY_AUTH_MODE"] == "token" and len(own["RAY_AUTH_TOKEN"]) == 64 for own in found)
-    assert found[0]["RAY_AUTH_TOKEN"] != found[1]["RAY_AUTH_TOKEN"]
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert "RAY_AUTH_TOKEN" not in local_environment("cpu")
+    tokens = []
+    for _ in range(2):
+        monkeypatch.setattr(os, "environ", {})
+        set_variables_of_ray()
+        assert os.environ["RAY_AUTH_MODE"] == "token"
+        assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+        tokens.append(os.environ["RAY_AUTH_TOKEN"])
+    assert len(set(tokens)) == 2
+    assert len(tokens[0]) == 64
+    monkeypatch.setattr(os, "environ", {"RAY_AUTH_MODE": "disabled"})
+    set_variables_of_ray()
+    assert "RAY_AUTH_TOKEN" not in os.environ
 
 
 def test_an_engine_finds_its_gpus_numbered_from_0():
@@ -143,6 +163,33 @@ def test_several_gpus_are_for_an_engine_that_can_use_them():
     RolloutConfig(name="vllm_omni", placement="ray", ray=RayConfig(num_gpus=2.0))
 
 
+@pytest.mark.parametrize("place", ["cluster_resources", "remote", "put"])
+def test_an_error_of_ray_itself_loses_one_engine(monkeypatch, place):
+    """Whatever Ray is doing, such as storing an adapter; the pool starts another engine."""
+
+    class Cluster:
+        rollout = config()
+        ray = SimpleNamespace(exceptions=SimpleNamespace(RayTaskError=KeyError), kill=lambda actor: None)
+        users: ClassVar[set[str]] = set()
+
+        def answer(self, name):
+            if place == name:
+                raise RuntimeError("the store\nis full")
+            return SimpleNamespace()
+
+        check_room = partialmethod(answer, "cluster_resources")
+        new_actor = partialmethod(answer, "remote")
+
+        def stored(self, state):
+            return self.answer("put")
+
+    made = RayHandle(Cluster(), 0)
+    monkeypatch.setattr(handle._RayEngine, "wait_until_ready", lambda *_: None)
+    with pytest.raises(EngineLostError, match="^the store is full$"):
+        made.start()
+        made.sync({}, 0)
+
+
 TRAINER = """
 import signal, sys, time
 sys.path[:0] = {path}
@@ -159,7 +206,7 @@ handles = ray_handles(rollout, MODEL, "cpu")
 assert handles[0]._cluster.threads == 3
 pool = RolloutPool(handles, digest_of=digest_rule(rollout, MODEL), dtype=torch.bfloat16, micro_batch_size=2)
 try:
-    print(handles[0].place[1], flush=True)
+    print(handles[0].pid, flush=True)
     time.sleep(600)
 except KeyboardInterrupt:
     print("interrupted", flush=True)

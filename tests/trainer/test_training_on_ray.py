@@ -25,8 +25,7 @@ def test_on_ray_one_ahead_is_adapter_lag_though_an_actor_is_killed(small_config,
         """The first engine dies over the fourth chunk that it is given."""
         killed.append(self.name == "ray 0")
         if sum(killed) == 4 and killed[-1]:
-            assert self.place is not None
-            os.kill(self.place[1], signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
         return draw(self, request)
 
     monkeypatch.setattr(RayHandle, "generate", draw_until_killed)

@@ -65,11 +65,11 @@ def test_vllm_omni_refuses_what_does_not_bind(pair):
         (lacking, "does not bind: .*to_out.0.lora_B.default.weight is missing|does not load"),
     ):
         with pytest.raises(AdapterMismatchError, match=says):
-            pair.vllm._handle.process.call("sync", AdapterPush(state, 6, 4, 8))
+            pair.vllm._handle.call("sync", AdapterPush(state, 6, 4, 8))
         result = pair.vllm.generate(request_for(pair.model))
         assert (result.echo.adapter_version, result.echo.adapter_digest) == (4, digest)
     try:
-        held = pair.vllm._handle.process.call("sync", AdapterPush(narrow, 6, 4, 8))
+        held = pair.vllm._handle.call("sync", AdapterPush(narrow, 6, 4, 8))
     except AdapterMismatchError:
         held = digest
     assert held != pair.vllm.digest_of(narrow)
@@ -79,7 +79,7 @@ def test_vllm_omni_refuses_what_does_not_bind(pair):
 def test_an_older_version_is_not_sampled_with(pair):
     """The process holds version 4; a trainer that believes in another gets an error, no images."""
     with pytest.raises(RolloutError, match="the engine holds adapter version 4, not 3"):
-        pair.vllm._handle.process.call("generate", request_for(pair.model), 3)
+        pair.vllm._handle.call("generate", request_for(pair.model), 3)
 
 
 def test_a_stale_adapter_left_in_place_is_found_out(pair):
@@ -93,15 +93,10 @@ def test_a_stale_adapter_left_in_place_is_found_out(pair):
 
 
 def test_model_that_cannot_be_loaded_ends_in_one_line(pair, tmp_path):
-    process = pair.vllm._handle.process
-    config, settings = process._arguments
-    broken = EngineProcess(
-        process._make,
-        *(config, replace(settings, model=str(tmp_path))),
-        environment=process._environment,
-        timeouts=TIMEOUTS,
-        explain=process._explain,
-    )
+    handle = pair.vllm._handle
+    make, config, settings = handle._target
+    there = {"environment": handle._environment, "timeouts": TIMEOUTS, "explain": handle._explain}
+    broken = EngineProcess("broken", make, config, replace(settings, model=str(tmp_path)), **there)
     with pytest.raises(RolloutError, match="ended with code 1 while starting; log: .*, which ends: ") as caught:
         broken.start()
     assert "\n" not in str(caught.value)

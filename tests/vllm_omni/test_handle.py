@@ -18,7 +18,7 @@ from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, EngineLostError, RolloutConfig, RolloutPool
 from flowgrpo_rc.rollout.base import RolloutHandle
 from flowgrpo_rc.rollout.build import build_engine_alone, digest_rule
-from flowgrpo_rc.rollout.placement import ALONE, ProcessConfig
+from flowgrpo_rc.rollout.config import ALONE, ProcessConfig
 from flowgrpo_rc.rollout.process import ProcessHandle, process_handles
 
 LORA = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=6)
@@ -67,14 +67,14 @@ def test_a_pool_of_one_loses_it_and_has_it_again(model, engine):
         request = request_for(model)
         expected = beside.generate(request)
         assert_same_images(pool.generate(request), expected)
-        first = handle.process.pid
+        first = handle.pid
         os.kill(first, signal.SIGKILL)
         with pytest.warns(UserWarning, match=rf"vllm_omni 0 \(cpu\) is started anew: its process {first} died of sig"):
             again = pool.generate(request)
         assert_same_images(again, expected)
     finally:
         pool.close()
-    assert not alive(handle.process.pid)
+    assert not alive(handle.pid)
 
 
 def test_an_engine_alone_has_vllm_omni_below_it_and_takes_it_along(model, engine):

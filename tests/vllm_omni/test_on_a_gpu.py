@@ -16,7 +16,7 @@ from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import adapter_state, attach_lora
 from flowgrpo_rc.rollout import RolloutConfig, build_engine
 from flowgrpo_rc.rollout.build import digest_rule
-from flowgrpo_rc.rollout.placement import ALONE
+from flowgrpo_rc.rollout.config import ALONE
 from flowgrpo_rc.rollout.process import process_handles
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
@@ -105,5 +105,5 @@ def test_one_engine_on_two_gpus_draws_what_one_does():
             drawn.append(handle.generate(request))
         finally:
             handle.close()
-        wait_until(lambda pid=handle.process.pid: not group_exists(pid))
+        wait_until(lambda pid=handle.pid: not group_exists(pid))
     assert_close(drawn[0].batch["next_latents"], drawn[1].batch["next_latents"], atol=1e-3, rtol=0)

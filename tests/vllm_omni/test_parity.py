@@ -171,7 +171,7 @@ def test_every_linear_layer_binds(pair):
         a, b = torch.zeros(4, layer.in_features), torch.zeros(layer.out_features, 4)
         more = {**state, f"{plain}.lora_A.default.weight": a, f"{plain}.lora_B.default.weight": b}
         with pytest.raises(AdapterMismatchError, match=rf"unbound modules=\['{plain}'\]"):
-            pair.vllm._handle.process.call("sync", AdapterPush(more, 2, 4, 8))
+            pair.vllm._handle.call("sync", AdapterPush(more, 2, 4, 8))
 
 
 def test_refused_adapters_leave_the_one_before(pair):

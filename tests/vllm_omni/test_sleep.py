@@ -134,7 +134,7 @@ def test_an_allocator_that_could_not_sleep_stays_with_the_trainer(tiny_model, mo
     made = []
     for timeouts in (VllmOmniConfig(), SLEEPING):
         rollout = RolloutConfig(name="vllm_omni", vllm_omni=timeouts)
-        made.append(VllmOmniHandle(rollout, tiny_model, ModelConfig(), ["cuda:0"], timeouts).process._environment)
+        made.append(VllmOmniHandle(rollout, tiny_model, ModelConfig(), ["cuda:0"], timeouts)._environment)
     awake, asleep = made
     assert "PYTORCH_CUDA_ALLOC_CONF" in awake
     assert "PYTORCH_CUDA_ALLOC_CONF" not in asleep

@@ -153,7 +153,7 @@ def test_other_errors_stay_as_they_are():
 def test_the_engines_process_explains_its_errors(tiny_model, monkeypatch):
     """What it answers, and the end of its log, are quoted with cause and remedy."""
     handle = make_handle(tiny_model, ModelConfig(), monkeypatch)
-    assert handle.process._explain is plain_torch.with_cause
+    assert handle._explain is plain_torch.with_cause
 
 
 def make_handle(model, lora, monkeypatch):

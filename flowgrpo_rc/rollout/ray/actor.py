@@ -1,7 +1,6 @@
 """The class of Ray's actors. Importing this loads neither torch nor Ray."""
 
 import os
-import socket
 from typing import Any
 
 from flowgrpo_rc.processes import without_process_group
@@ -17,9 +16,9 @@ class EngineActor:
     def __init__(self) -> None:
         self._engine: Any = None
 
-    def where(self) -> tuple[str, int]:
-        """The node's name and the id of this process."""
-        return socket.gethostname(), os.getpid()
+    def pid(self) -> int:
+        """The id of this process."""
+        return os.getpid()
 
     def alive(self) -> None:
         """Return at once, whatever the engine computes."""

@@ -18,12 +18,11 @@ from torch import Tensor
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import AdapterMismatchError
-from flowgrpo_rc.processes import without_process_group
-from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutRequest, Trajectories
+from flowgrpo_rc.processes import ProcessLostError, RemoteError
+from flowgrpo_rc.rollout.base import EngineLostError
 from flowgrpo_rc.rollout.build import check_elsewhere
-from flowgrpo_rc.rollout.config import RolloutConfig
-from flowgrpo_rc.rollout.placement import ALONE, JOINED, Share
+from flowgrpo_rc.rollout.config import ALONE, JOINED, RolloutConfig, Share
+from flowgrpo_rc.rollout.handle import EngineHandle
 from flowgrpo_rc.rollout.ray.actor import LIFE, EngineActor
 
 ADAPTERS = 2
@@ -74,139 +73,100 @@ def ray_handles(
     return [RayHandle(cluster, index) for index in range(rollout.engines)]
 
 
-class RayHandle:
-    """An engine in an actor of a Ray cluster.
-
-    An actor that dies, hangs or is on a node that is gone raises ``EngineLostError``. ``start`` then places another
-    one, which may be on another node.
-    """
+class RayHandle(EngineHandle):
+    """An engine in an actor of a Ray cluster; a new start may place it on another node."""
 
     def __init__(self, cluster: "_Cluster", index: int) -> None:
-        self.name = f"ray {index}"
-        self.place: tuple[str, int] | None = None
-        """The node's name and the process id there, of the engine that was started last."""
+        super().__init__(f"ray {index}", cluster.rollout.process)
         self._cluster = cluster
-        self._timeouts = cluster.rollout.process
-        self._actor: Any = None
-        self._has_worked = False
-        self._closed = False
-        # Held during a call.
-        self._in_use = threading.Lock()
         cluster.users.add(self.name)
-
-    def start(self) -> None:
-        """Place an actor, and load the model there.
-
-        Raises:
-            EngineLostError: no node has room, or a model that has been loaded before cannot be loaded there.
-            RolloutError: the model cannot be loaded.
-        """
-        with self._in_use:
-            self._kill()
-            if self._closed:
-                raise EngineLostError("it was closed")
-            self._place_and_load()
-            self._has_worked = True
-
-    def sync(self, state: Mapping[str, Tensor], version: int) -> str:
-        """Send the adapter, which goes to Ray's store once for all engines; returns the digest read back from this one.
-
-        Raises:
-            EngineLostError, AdapterMismatchError, RolloutError: see ``RolloutHandle``.
-        """
-        with self._in_use:
-            answer = self._running().sync.remote(self._cluster.stored(state), version)
-            return self._result(answer, self._timeouts.sync_timeout_s, "taking an adapter")
-
-    def generate(self, request: RolloutRequest) -> Trajectories:
-        """Sample every image of the request.
-
-        Raises:
-            EngineLostError, RolloutError: see ``RolloutHandle``.
-        """
-        with self._in_use:
-            answer = self._running().generate.remote(request)
-            return self._result(answer, self._timeouts.request_timeout_s, "sampling")
 
     def close(self) -> None:
         """End the actor; the last handle also disconnects from Ray."""
-        self._closed = True
-        self._kill()
+        super().close()
         # A call in progress ends with its actor. Ray must not be shut down in the midst of one.
         if self._in_use.acquire(timeout=self._timeouts.close_timeout_s):
             self._in_use.release()
         self._cluster.leave(self.name)
 
-    def _place_and_load(self) -> None:
-        cluster = self._cluster
-        limit = self._timeouts.start_timeout_s
-        deadline = time.monotonic() + limit
-        cluster.check_room()
-        self._actor = cluster.new_actor()
-        where = self._actor.where.remote()
-        ready, _ = cluster.ray.wait([where], timeout=limit)
-        if not ready:
-            self._kill()
-            raise EngineLostError(
-                f"no node of the Ray cluster had room for it within {limit:g} s: {cluster.describe_room()}"
-            )
-        self.place = self._result(where, limit, "starting")
-        # A method of its own, so that a full cluster and a broken model give different errors.
-        loading = self._actor.load.remote(cluster.rollout, cluster.model, cluster.device, cluster.threads)
-        # Loading a large model may keep the interpreter busy for longer than a silence may last.
-        left = max(0.0, deadline - time.monotonic())
-        try:
-            self._result(loading, left, "starting", silence=left)
-        except EngineLostError:
-            raise
-        except RolloutError as error:
-            # At the first start the settings are the cause; later the machine may be.
-            raise (EngineLostError if self._has_worked else RolloutError)(str(error)) from None
+    def _make(self) -> "_RayEngine":
+        return _RayEngine(self._cluster)
 
-    def _running(self) -> Any:
-        if self._actor is None:
-            raise EngineLostError("it has not been started")
-        return self._actor
 
-    def _kill(self) -> None:
-        actor, self._actor = self._actor, None
-        if actor is not None:
-            with suppress(Exception):
-                self._cluster.ray.kill(actor)
+class _RayEngine:
+    """An engine in an actor, with the methods of a ``RemoteObject``.
 
-    def _result(self, answer: Any, limit: float, doing: str, silence: float | None = None) -> Any:
-        """The actor's answer.
+    Raises:
+        ProcessLostError: Ray on this machine will never have room for it, or Ray itself fails.
+    """
+
+    def __init__(self, cluster: "_Cluster") -> None:
+        self.pid = -1
+        self._cluster = cluster
+        self._ray = cluster.ray
+        self._actor: Any = None
+        with self._ends_on_errors():
+            cluster.check_room()
+            self._actor = cluster.new_actor()
+
+    def wait_until_ready(self, limit_s: float) -> None:
+        """Wait until Ray has placed the actor, and the model is loaded there.
 
         Raises:
-            EngineLostError: it died, took longer than ``limit`` seconds, or gave no sign of life for ``silence``.
-            AdapterMismatchError, RolloutError: it raised.
+            ProcessLostError: no node has room, or the actor is lost.
+            RemoteError: the model cannot be loaded.
         """
-        ray = self._cluster.ray
-        silence = self._timeouts.silence_timeout_s if silence is None else silence
-        deadline = time.monotonic() + limit
-        actor = self._running()
-        try:
-            # Ray itself waits for good for a process that is stopped.
-            sign = actor.alive.options(concurrency_group=LIFE).remote()
-            asked = time.monotonic()
+        cluster = self._cluster
+        deadline = time.monotonic() + limit_s
+        with self._ends_on_errors():
+            pid = self._actor.pid.remote()
+            if not self._ray.wait([pid], timeout=limit_s)[0]:
+                room = cluster.describe_room()
+                raise ProcessLostError(f"no node of the Ray cluster had room for it within {limit_s:g} s: {room}")
+            self.pid = self._ray.get(pid)
+        # A method of its own, so that a full cluster and a broken model give different errors.
+        what = (cluster.rollout, cluster.model, cluster.device, cluster.threads)
+        self.call("load", *what, limit_s=max(0.0, deadline - time.monotonic()), doing="starting")
+
+    def call(self, method: str, *arguments: Any, limit_s: float, doing: str) -> Any:
+        """Call a method of the actor; arguments and errors as of ``RemoteObject.call``."""
+        # Loading a large model may keep the interpreter busy for longer than a silence may last.
+        silence_s = limit_s if method == "load" else self._cluster.rollout.process.silence_timeout_s
+        deadline = time.monotonic() + limit_s
+        with self._ends_on_errors():
+            if method == "sync":
+                arguments = (self._cluster.stored(arguments[0]), *arguments[1:])
+            answer = getattr(self._actor, method).remote(*arguments)
             while (left := deadline - time.monotonic()) > 0:
-                if ray.wait([answer], timeout=min(left, silence / 4))[0]:
-                    return ray.get(answer)
-                if ray.wait([sign], timeout=0)[0]:
-                    ray.get(sign)
-                    sign = actor.alive.options(concurrency_group=LIFE).remote()
-                    asked = time.monotonic()
-                elif time.monotonic() - asked > silence:
-                    self._kill()
-                    raise EngineLostError(f"gave no sign of life for {silence:g} s while {doing}; it was ended")
-        except ray.exceptions.RayTaskError as error:
-            kind = AdapterMismatchError if isinstance(error.cause, AdapterMismatchError) else RolloutError
-            raise kind(one_line(error.cause, 1000)) from None
-        except ray.exceptions.RayError as error:
-            self._kill()
-            raise EngineLostError("it was closed" if self._closed else _reason(error)) from None
-        self._kill()
-        raise EngineLostError(f"took more than {limit:g} s for {doing}; it was ended")
+                # Ray itself waits for good for a process that is stopped.
+                sign = self._actor.alive.options(concurrency_group=LIFE).remote()
+                if not self._ray.wait([answer, sign], timeout=min(left, silence_s))[0] and left > silence_s:
+                    raise ProcessLostError(f"gave no sign of life for {silence_s:g} s while {doing}; it was ended")
+                if self._ray.wait([answer], timeout=min(left, silence_s / 4))[0]:
+                    return self._ray.get(answer)
+            raise ProcessLostError(f"took more than {limit_s:g} s for {doing}; it was ended")
+
+    def close(self, limit_s: float) -> None:
+        """End the actor."""
+        self.end()
+
+    def end(self) -> None:
+        """End the actor, also in the midst of a call."""
+        with suppress(Exception):
+            self._ray.kill(self._actor)
+
+    @contextmanager
+    def _ends_on_errors(self) -> Iterator[None]:
+        """Raise the engine's errors as ``RemoteError``, and any other as ``ProcessLostError`` with the actor ended."""
+        try:
+            yield
+        except self._ray.exceptions.RayTaskError as error:
+            raise RemoteError(one_line(error.cause, 1000), type(error.cause).__name__) from None
+        except Exception as error:
+            self.end()
+            text = one_line(error)
+            # Ray writes the names of classes and ids before the reason.
+            raise ProcessLostError(text[max(0, text.find("The actor is dead because")) :][:600]) from None
 
 
 class _Cluster:
@@ -227,18 +187,19 @@ class _Cluster:
         self._lock = threading.Lock()
         # The last that were put into Ray's store, with their places there.
         self._adapters: list[tuple[Mapping[str, Tensor], Any]] = []
+        self._wanted = {"GPU": rollout.ray.num_gpus, "CPU": rollout.ray.num_cpus}
         address = _address(rollout)
         self._is_local = address is None
         _check_reachable(address)
-        environment = local_environment(device) if address is None else os.environ
-        with _variables(environment):
-            # Ray reads some of its variables when it is imported.
-            import ray
+        if self._is_local:
+            set_variables_of_ray()
+        # Ray reads some of its variables when it is imported.
+        import ray
 
-            self.ray: Any = ray
-            self._started_here = not ray.is_initialized()
-            if self._started_here:
-                self._connect(address)
+        self.ray: Any = ray
+        self._started_here = not ray.is_initialized()
+        if self._started_here:
+            self._connect(address, device)
         # No restarts by Ray: a new actor has no model, and the pool must know of the loss.
         actor: Any = self.ray.remote(concurrency_groups={LIFE: 1}, max_restarts=0)(EngineActor)
         self._actor = actor.options(num_gpus=rollout.ray.num_gpus, num_cpus=rollout.ray.num_cpus)
@@ -254,7 +215,7 @@ class _Cluster:
                 if known is state:
                     return place
             # Once for all engines, instead of once in every call.
-            place = self.ray.put(dict(state))
+            place = self.ray.put(state)
             self._adapters = [*self._adapters[1 - ADAPTERS :], (state, place)]
             return place
 
@@ -263,34 +224,33 @@ class _Cluster:
         with self._lock:
             self.users.discard(user)
             # A connection that the user made before is the user's to end.
-            last = not self.users and self._started_here
-            self._started_here = self._started_here and not last
-        if last:
-            self.ray.shutdown()
+            if self._started_here and not self.users:
+                self._started_here = False
+                self.ray.shutdown()
 
     def check_room(self) -> None:
         """Refuse what will never fit: nobody adds nodes to a Ray that was started here."""
-        has = self.ray.cluster_resources() if self._is_local else None
-        if has is not None and any(has.get(kind, 0) < wanted for kind, wanted in self._wanted().items()):
-            raise EngineLostError(f"Ray on this machine has no room for it: {self.describe_room()}")
+        has = self.ray.cluster_resources()
+        if self._is_local and any(has.get(kind, 0) < wanted for kind, wanted in self._wanted.items()):
+            raise ProcessLostError(f"Ray on this machine has no room for it: {self.describe_room()}")
 
     def describe_room(self) -> str:
         """The resources that an engine needs and those that the cluster has."""
         has = self.ray.cluster_resources()
         free = self.ray.available_resources()
-        wanted = " and ".join(f"{number:g} {kind}" for kind, number in self._wanted().items())
-        found = " and ".join(f"{has.get(kind, 0):g} {kind} ({free.get(kind, 0):g} free)" for kind in self._wanted())
+        wanted = " and ".join(f"{number:g} {kind}" for kind, number in self._wanted.items())
+        found = " and ".join(f"{has.get(kind, 0):g} {kind} ({free.get(kind, 0):g} free)" for kind in self._wanted)
         nodes = sum(node["Alive"] for node in self.ray.nodes())
         return (
             f"asked for {wanted} ({_HERE}.ray.num_gpus, num_cpus) on one node, the {nodes} nodes have {found}; "
             f"ask for less, lower {_HERE}.engines or add nodes"
         )
 
-    def _wanted(self) -> dict[str, float]:
-        return {"GPU": self.rollout.ray.num_gpus, "CPU": self.rollout.ray.num_cpus}
-
-    def _connect(self, address: str | None) -> None:
+    def _connect(self, address: str | None, device: Any) -> None:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if address is None:
+            os.environ.update(gpus_beside(device))
         try:
             self.ray.init(
                 address=address or "local",
@@ -301,6 +261,9 @@ class _Cluster:
             )
         except Exception as error:
             raise EngineLostError(one_line(error, 600)) from None
+        finally:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            os.environ.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
         # Ray takes SIGTERM, which the trainer answers with a checkpoint.
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
@@ -312,44 +275,30 @@ def actor_device(num_gpus: float) -> str:
     return JOINED.join(f"cuda:{index}" for index in range(max(1, int(num_gpus)))) if num_gpus else "cpu"
 
 
-def local_environment(device: Any) -> dict[str, str]:
-    """Variables with which Ray is started on this machine, to run on all of its GPUs but the trainer's ``device``."""
-    environment = without_process_group(os.environ)
-    environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+def set_variables_of_ray() -> None:
+    """Set this process's variables for a Ray that it starts, unless the user has set them."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray's memory monitor ends the largest processes, which engines are, when any other process fills the memory.
-    environment.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     # Ray listens to the network, and runs what it is sent. A library that was imported without a token knows none.
-    if "RAY_AUTH_MODE" not in environment and "ray" not in sys.modules:
-        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+
+
+def gpus_beside(device: Any) -> dict[str, str]:
+    """``CUDA_VISIBLE_DEVICES`` without the trainer's ``device``, beside which Ray would otherwise place an engine."""
     device = torch.device(device)
-    # Ray would otherwise place an engine beside the trainer, whose memory is full.
-    if device.type == "cuda":
-        visible = environment.get("CUDA_VISIBLE_DEVICES")
-        every = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-        own = device.index or 0
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(every[:own] + every[own + 1 :])
-    return environment
+    if device.type != "cuda":
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    every = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    del every[device.index or 0]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(every)}
 
 
 def _address(rollout: RolloutConfig) -> str | None:
     """Of the cluster that engines run on; ``None``: Ray is started on this machine."""
     return rollout.ray.address or os.environ.get("RAY_ADDRESS") or None
-
-
-@contextmanager
-def _variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Inside, this process has these environment variables, which Ray's daemons inherit."""
-    before = dict(os.environ)
-    inside = dict(environment)
-    os.environ.clear()
-    os.environ.update(inside)
-    try:
-        yield
-    finally:
-        # Ray's library reads its own again.
-        rays = {name: value for name, value in inside.items() if name.startswith("RAY_")}
-        os.environ.clear()
-        os.environ.update(before | rays)
 
 
 def _check_reachable(address: str | None) -> None:
@@ -364,14 +313,3 @@ def _check_reachable(address: str | None) -> None:
             f"no Ray cluster answers at {address} ({error.strerror or error}); start one with "
             f"`ray start --head` and give its address in {_HERE}.ray.address or RAY_ADDRESS"
         ) from None
-
-
-def _reason(error: Exception) -> str:
-    """Ray's words without the names of classes and ids before them and the general advice after."""
-    text = one_line(error)
-    for start in ("The actor is dead because", "The actor died because"):
-        _, found, rest = text.partition(start)
-        text = found + rest if found else text
-    for advice in ("Some common causes", "There are some potential root causes"):
-        text = text.partition(advice)[0]
-    return text.strip()[:400]

@@ -20,8 +20,7 @@ from flowgrpo_rc.rollout.base import (
     Trajectories,
     check_has_adapter,
 )
-from flowgrpo_rc.rollout.config import RolloutConfig
-from flowgrpo_rc.rollout.placement import JOINED
+from flowgrpo_rc.rollout.config import JOINED, RolloutConfig
 from flowgrpo_rc.rollout.vllm_omni.adapter import digest_rule
 from flowgrpo_rc.rollout.vllm_omni.handle import VllmOmniHandle
 from flowgrpo_rc.transfers import to_host
@@ -136,7 +135,7 @@ class VllmOmniEngine:
     @property
     def pid(self) -> int:
         """Of the engine's process."""
-        return self._handle.process.pid
+        return self._handle.pid
 
     def _make_room(self) -> None:
         """Return the memory that torch caches for this process, before the engine's weights come back to the GPU."""

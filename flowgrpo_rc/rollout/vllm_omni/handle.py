@@ -1,6 +1,5 @@
 """One process that runs vllm-omni, as a ``RolloutHandle``; imports no vllm."""
 
-import weakref
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
@@ -10,10 +9,8 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import check_adapter_state, target_layers
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, check_has_adapter
-from flowgrpo_rc.rollout.config import RolloutConfig
-from flowgrpo_rc.rollout.devices import check_devices, engine_environment
-from flowgrpo_rc.rollout.placement import JOINED, EngineTimeouts
-from flowgrpo_rc.rollout.process import EngineProcess
+from flowgrpo_rc.rollout.config import JOINED, EngineTimeouts, RolloutConfig
+from flowgrpo_rc.rollout.process import EngineProcess, check_devices, engine_environment
 from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, check_targets, expected_shapes
 from flowgrpo_rc.rollout.vllm_omni.plain_torch import with_cause
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
@@ -24,7 +21,7 @@ from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-class VllmOmniHandle:
+class VllmOmniHandle(EngineProcess):
     """vllm-omni with the pipeline at ``lora.path``, in a process that ``start`` starts and that ends with the trainer.
 
     Args:
@@ -68,7 +65,6 @@ class VllmOmniHandle:
             _check_can_sleep(devices)
             # Only for sleep: without it the segments serve vllm as they serve the trainer.
             environment = {name: value for name, value in environment.items() if name not in _ALLOCATOR}
-        self.name = f"vllm_omni {number} ({JOINED.join(devices)})"
         self.adapter_version = -1
         self._lora = lora
         self.expected = expected_shapes(model, lora)
@@ -81,7 +77,8 @@ class VllmOmniHandle:
             init_timeout_s=timeouts.start_timeout_s,
             tensor_parallel=len(devices),
         )
-        self.process = EngineProcess(
+        super().__init__(
+            f"vllm_omni {number} ({JOINED.join(devices)})",
             "flowgrpo_rc.rollout.vllm_omni.server:Server",
             *(config, settings),
             environment=environment,
@@ -89,7 +86,6 @@ class VllmOmniHandle:
             subject=subject,
             explain=with_cause,
         )
-        self._at_exit = weakref.finalize(self, self.process.close)
 
     @classmethod
     def from_config(
@@ -101,29 +97,25 @@ class VllmOmniHandle:
     def start(self) -> None:
         """As ``RolloutHandle.start``; returns when the model is loaded."""
         self.adapter_version = -1
-        self.process.start()
+        super().start()
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
         """As ``RolloutHandle.sync``; the digest is of vllm-omni's layers."""
         check_adapter_state(state, self.expected)
         push = AdapterPush(dict(state), version, self._lora.lora_rank, self._lora.lora_alpha)
         # The version is set after the answer, so that a loss in between leaves the engine without an adapter.
-        digest = self.process.call("sync", push)
+        digest = self.call("sync", push)
         self.adapter_version = version
         return digest
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """As ``RolloutHandle.generate``."""
         check_has_adapter(self.adapter_version)
-        return self.process.call("generate", request, self.adapter_version)
+        return self.call("generate", request, self.adapter_version)
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the GPU in use, by all processes, before the engine's last sleep and after."""
-        return self.process.call("memory")
-
-    def close(self) -> None:
-        """As ``RolloutHandle.close``."""
-        self.process.close()
+        return self.call("memory")
 
 
 def _check_can_sleep(devices: Sequence[str]) -> None:
