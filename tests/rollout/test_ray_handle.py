@@ -185,9 +185,13 @@ def test_an_error_of_ray_itself_loses_one_engine(monkeypatch, place):
 
     made = RayHandle(Cluster(), 0)
     monkeypatch.setattr(handle._RayEngine, "wait_until_ready", lambda *_: None)
-    with pytest.raises(EngineLostError, match="^the store is full$"):
+
+    def work():
         made.start()
         made.sync({}, 0)
+
+    with pytest.raises(EngineLostError, match="^the store is full$"):
+        work()
 
 
 TRAINER = """
