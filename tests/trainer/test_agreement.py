@@ -70,11 +70,3 @@ def test_a_process_that_differs_is_named_on_all(settings, other, says):
     assert re.search(says, errors[0])
     assert "Start every process with the same settings and files" in errors[0]
     assert ";" not in errors[0], "nothing else differs"
-
-
-def test_a_long_list_of_differences_is_cut():
-    one, other = ({"a": {str(i): (rank, i) for i in range(9)}} for rank in range(2))
-    (message, same) = errors_of(one, other | {"only here": 1})
-    assert message == same
-    assert message.count(" is ") == 5
-    assert "; and 5 more. " in message

@@ -1,17 +1,13 @@
 """Batches drawn ahead: every number is that of `adapter_lag`, at whatever pace engines draw, and after a resume."""
 
-import os
-import signal
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-import torch
 from engines_elsewhere import Elsewhere
 from tests_support import overrides_of, run_process, untimed
 
-from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import EngineLostError, RolloutError
 from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer import FlowGRPOTrainer
@@ -198,51 +194,6 @@ def test_a_resume_repeats_the_undisturbed_run(stops, settings, small_config, poo
     again = FlowGRPOTrainer(small_config(*parts, folder="parts"))
     assert again.step == stops[-1]
     assert trained(untimed(again.fit().rows())) == trained(whole)
-
-
-def test_a_checkpoint_holds_the_older_adapters_and_no_more(small_config):
-    trainer = FlowGRPOTrainer(small_config(*SETTINGS, f"{R}.ahead=2", "trainer.save_freq=1", "trainer.test_freq=-1"))
-    known = {0: adapter_state(trainer.run.actor.transformer)}
-    step = trainer.train_step
-
-    def noted():
-        metrics = step()
-        known[trainer.step] = adapter_state(trainer.run.actor.transformer)
-        return metrics
-
-    trainer.train_step = noted
-    trainer.fit()
-    for number in range(1, 6):
-        file = trainer.folder.checkpoints / f"step_{number}" / "optimizer.pt"
-        if not file.exists():  # the oldest are dropped
-            continue
-        saved = torch.load(file, weights_only=True)["older_adapters"]
-        assert list(saved) == list(range(max(0, number - 2), number))
-        for version, state in saved.items():
-            assert all(torch.equal(tensor, known[version][name]) for name, tensor in state.items())
-            assert state.keys() == known[version].keys()
-
-
-def test_an_interrupt_waits_for_the_step_and_resumes_exactly(small_config, pooled):
-    pooled()
-    constant = "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"
-    whole = run(small_config, "whole", f"{R}.ahead=1", constant)
-    parts = (*SETTINGS, f"{R}.ahead=1", constant, "trainer.resume_mode=auto")
-    trainer = FlowGRPOTrainer(small_config(*parts, folder="parts"))
-    step = trainer.train_step
-
-    def interrupted():
-        metrics = step()
-        if trainer.step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return metrics
-
-    trainer.train_step = interrupted
-    trainer.fit()
-    assert trainer.step == 2
-    again = FlowGRPOTrainer(small_config(*parts, folder="parts"))
-    assert again.step == 2
-    assert untimed(again.fit().rows())[-3:] == whole[-3:]
 
 
 def test_each_batch_is_requested_once_and_none_beyond_the_last(small_config, pooled):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -210,18 +209,6 @@ def test_a_stale_latest_is_reported(tmp_path):
         assert store.latest(alerts.append) == tmp_path / "step_2"
         assert len(alerts) == expected
     assert "latest names step_5, which is no complete checkpoint; the newest" in alerts[0]
-
-
-@pytest.mark.parametrize("name", ["step_\u00b2", "step_007", "step_-1", "step_4_best"])
-def test_a_folder_whose_name_is_no_step_is_left_alone(tmp_path, name):
-    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-    save(store, 1)
-    shutil.copytree(tmp_path / "checkpoints" / "step_1", tmp_path / "checkpoints" / name)
-    save(store, 2)
-    assert names(store.root) == sorted(["latest", name, "step_2"])
-    store.set_aside_after(1)
-    assert names(store.root) == [name]
-    assert store.complete() == []
 
 
 def test_everything_is_on_the_disk_when_save_returns(tmp_path, monkeypatch):

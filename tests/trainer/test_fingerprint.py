@@ -103,14 +103,3 @@ def test_a_checkpoint_that_records_no_parts_is_taken_up_with_a_warning(config, t
     other = own | {"lora": own["lora"] | {"rank": 64}}
     with pytest.raises(CheckpointError, match="lora rank"):
         check_fingerprint(other, older, HERE)
-
-
-@pytest.mark.parametrize("file", ["scheduler/scheduler_config.json", "transformer/config.json"])
-def test_keys_that_act_on_nothing_do_not_count(config, tiny_model, tmp_path, file):
-    folder = Path(shutil.copytree(resolve_asset("asset:tiny_qwen_image"), tmp_path / "model"))
-    content = json.loads((folder / file).read_text()) | {"of_another_version": 768}
-    (folder / file).write_text(json.dumps(content))
-    other = fingerprint(config, load_model(str(folder)))
-    check_fingerprint(other, saved(fingerprint(config, tiny_model)), HERE)
-    assert "scheduler shift" in other["parts"]
-    assert other["transformer"]["num_layers"] == 4

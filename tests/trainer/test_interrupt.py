@@ -31,15 +31,6 @@ def test_a_later_signal_ends_at_once(monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_another_hangup_does_not_end_at_once(monkeypatch):
-    """A terminal that closes may send several; nobody grew impatient."""
-    monkeypatch.setattr(interrupt, "SAME_SIGNAL_SECONDS", 0.0)
-    with stop_request(lambda: None) as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert stop.is_set()
-
-
 @pytest.fixture
 def ignored_hangup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -91,12 +82,3 @@ def test_a_forked_child_answers_as_if_it_had_no_handlers():
             os._exit(2)
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
         assert not stop.is_set()
-
-
-def test_the_loops_request_replaces_the_end_while_it_lasts():
-    with ending_on_signals():
-        with stop_request(lambda: None) as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.is_set()
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)

@@ -161,20 +161,6 @@ def test_terminal_shows_reward_kl_and_gap(tmp_path, capsys):
     assert "a.png" in shown
 
 
-@pytest.mark.parametrize("name", ["a[red]b", "a:smile:b"])
-def test_names_are_shown_as_they_are(tmp_path, capsys, name):
-    """Whatever a terminal's markup would make of them."""
-    folder = RunFolder.open(str(tmp_path / name), fresh=False)
-    logger = RunLogger(folder, OneProcess(), ["console"], total_steps=2)
-    logger.say(f"Moved aside in {name}")
-    logger.summary(History([ROW]), [f"{name}/metrics.jsonl"])
-    shown = capsys.readouterr().out
-    assert f"Moved aside in {name}" in shown
-    assert f"  {name}/metrics.jsonl" in shown
-    assert "Run " in shown
-    folder.close()
-
-
 def test_grid_shows_every_image_in_its_place(tmp_path):
     colours = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
     samples = [Sample(np.full((32, 32, 3), c, np.uint8), f"prompt {i}", 1.0, "42") for i, c in enumerate(colours)]
@@ -186,16 +172,6 @@ def test_grid_shows_every_image_in_its_place(tmp_path):
         assert tuple(picture[y, x]) == colour
     stack_pictures(tmp_path / "both.png", [tmp_path / "grid.png"] * 2)
     assert Image.open(tmp_path / "both.png").size == (picture.shape[1], 2 * picture.shape[0])
-
-
-@pytest.mark.parametrize(("text", "reward", "channel"), [("42", 1.0, 1), ("47", 0.5, 0), (None, 0.5, None)])
-def test_the_score_is_coloured_where_a_text_was_read(tmp_path, text, reward, channel):
-    """Green where it is right, red where it is wrong; a score of anything else is neither."""
-    blank = np.full((8, 8, 3), 255, np.uint8)
-    save_grid(tmp_path / "grid.png", "", [Sample(blank, "a", reward, text)], columns=1)
-    pixels = np.asarray(Image.open(tmp_path / "grid.png").convert("RGB")).astype(int)
-    coloured = pixels[np.ptp(pixels, axis=-1) > 60]
-    assert coloured.size == 0 if channel is None else set(coloured.argmax(1)) == {channel}
 
 
 def test_an_edit_stands_behind_its_reference(tmp_path):

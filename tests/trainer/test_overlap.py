@@ -2,7 +2,6 @@
 
 import json
 import threading
-from dataclasses import replace
 
 import pytest
 from tests_support import untimed, wait_until
@@ -113,19 +112,6 @@ def test_a_part_is_scored_while_the_next_is_drawn(small_config, scorers, monkeyp
     trainer.train_step()
     trainer.folder.close()
     assert waited == [True] * 4
-
-
-def test_an_engine_that_has_all_images_at_once_changes_nothing(small_config, scorers, monkeypatch):
-    rows = {}
-    generate = diffusers_engine.DiffusersEngine.generate
-    for name in ("early", "late"):
-        if name == "late":
-            keep_back = lambda self, request: generate(self, replace(request, on_images=None))  # noqa: E731
-            monkeypatch.setattr(diffusers_engine.DiffusersEngine, "generate", keep_back)
-        trainer = FlowGRPOTrainer(small_config(*scorers, folder=name))
-        rows[name] = untimed([trainer.train_step()])
-        trainer.folder.close()
-    assert rows["early"] == rows["late"]
 
 
 def test_a_reward_that_fails_meanwhile_ends_the_step(small_config, scorers):

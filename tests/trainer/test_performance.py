@@ -1,13 +1,8 @@
 """Speed and peak memory as a step logs them."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
-import torch
 
-from flowgrpo_rc.trainer import performance
-from flowgrpo_rc.trainer.performance import peak_memory, speed
+from flowgrpo_rc.trainer.performance import speed
 
 
 def test_speed_of_a_step_by_hand():
@@ -34,19 +29,3 @@ def test_mfu_is_the_share_of_the_time_that_the_work_takes_at_the_peak():
 def test_a_row_without_an_update_has_no_speed():
     """The first validation; and the probe before training draws images of its own."""
     assert speed({"timing_s/validate": 3.0, "timing_s/probe": 1.0, "timing_s/step": 4.0}, images=8, processes=1) == {}
-
-
-@pytest.mark.parametrize(("platform", "counted"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
-def test_resident_memory_has_one_unit_on_every_system(monkeypatch, platform, counted):
-    """Linux counts kilobytes, macOS bytes: either number is 3 GiB."""
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(performance.resource, "getrusage", lambda whose: SimpleNamespace(ru_maxrss=counted))
-    assert peak_memory(torch.device("cpu")) == {"perf/max_memory_resident_gb": 3.0}
-
-
-def test_peak_memory_on_a_gpu_is_what_torch_has_taken_and_held(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**29)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 6 * 2**29)
-    found = peak_memory(torch.device("cuda", 0))
-    assert found["perf/max_memory_allocated_gb"] == 2.5
-    assert found["perf/max_memory_reserved_gb"] == 3.0

@@ -12,7 +12,6 @@ from tests_support import overrides_of, run_process
 
 from flowgrpo_rc.cli.errors import TRAINING, exit_code
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer.config import ActorRolloutRefConfig
 
 ONE_EACH = (
     "trainer.resume_mode=disable",
@@ -172,10 +171,3 @@ def test_an_exception_of_one_process_ends_all_and_the_launcher_reports_it(small_
 def test_gloos_errors_about_other_processes_are_explained(text, says, capsys):
     assert exit_code(RuntimeError(text), phase=TRAINING) == 1
     assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("value", "says"), [(0, "give a number above 0"), (1e8, "give at most 1e.07 seconds")])
-def test_the_time_out_is_checked(value, says):
-    assert ActorRolloutRefConfig().nccl_timeout == 600
-    with pytest.raises(ValueError, match=f"actor_rollout_ref.nccl_timeout: got .*; {says}"):
-        ActorRolloutRefConfig(nccl_timeout=value)

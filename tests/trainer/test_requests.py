@@ -98,12 +98,6 @@ def test_guidance_is_refused_before_anything_is_loaded(overrides, says, tmp_path
         trainer_of(tmp_path, *overrides)
 
 
-def test_guidance_of_stable_diffusion_3_is_refused_before_anything_is_loaded(tmp_path, tiny_sd3_path, monkeypatch):
-    monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *_, **__: pytest.fail("the model was loaded"))
-    with pytest.raises(ValueError, match=r"guidance_scale=null and true_cfg_scale=4.5"):
-        trainer_of(tmp_path, f"{M}.path={tiny_sd3_path}", f"{R}.pipeline.guidance_scale=4.5")
-
-
 @pytest.mark.parametrize(
     ("setting", "says"),
     [

@@ -205,34 +205,6 @@ def test_finished_run_says_so_and_does_nothing(small_config, capsys):
     assert "already at step 1 of 1" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_trainer_runs_once(small_config):
-    """The second time its folder would be nobody's."""
-    trainer = FlowGRPOTrainer(small_config("trainer.total_training_steps=1"))
-    trainer.fit()
-    with pytest.raises(RuntimeError, match=r"fit\(\) ends a trainer.*another FlowGRPOTrainer"):
-        trainer.fit()
-
-
-def test_a_run_stopped_before_its_first_step_is_validated_once(small_config, monkeypatch):
-    """What it was stopped in is made again, and stands in the record once."""
-
-    def stopped(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return validate(*arguments)
-
-    validate = trainer_module.validate
-    monkeypatch.setattr(trainer_module, "validate", stopped)
-    auto = small_config("trainer.resume_mode=auto", "trainer.total_training_steps=1")
-    folder = FlowGRPOTrainer(auto).fit().root
-    assert [row["step"] for row in rows_of(folder)] == [0]
-    first = rows_of(folder)
-    monkeypatch.setattr(trainer_module, "validate", validate)
-    FlowGRPOTrainer(auto).fit()
-    assert [row["step"] for row in rows_of(folder)] == [0, 1]
-    assert rows_of(folder)[0] == first[0]
-    assert len((folder / "metrics.1.jsonl").read_text().splitlines()) == 1
-
-
 def test_a_failing_validation_leaves_the_row_of_its_step(small_config, monkeypatch, capsys):
     """The step is done; its row is that of an undisturbed run, without what the validation would have said."""
     settings = ("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=1")
@@ -572,29 +544,6 @@ def test_a_tracker_that_fails_costs_a_line(small_config, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("error: tensorboard takes no more metrics ([Errno 28] No space left on device)") == 1
     assert [r["step"] for r in rows_of(folder)] == [0, 1, 2]
-
-
-def test_a_console_that_fails_costs_nothing(small_config, monkeypatch):
-    """Neither the run's own lines nor a reward's ``print``."""
-
-    class Gone:
-        encoding = "utf-8"
-
-        def write(self, text):
-            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-        def flush(self):
-            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-        def isatty(self):
-            raise ValueError("I/O operation on closed file")
-
-    monkeypatch.setattr(sys, "stdout", Gone())
-    monkeypatch.setattr(sys, "stderr", Gone())
-    trainer = FlowGRPOTrainer(small_config())
-    combine = trainer.run.reward.combine
-    trainer.run.reward.combine = lambda *args: (print("a reward's own line"), combine(*args))[1]
-    assert [r["step"] for r in rows_of(trainer.fit().root)] == [0, 1, 2]
 
 
 def names(folder, pattern="*"):

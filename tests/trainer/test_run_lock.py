@@ -55,13 +55,6 @@ def test_the_same_process_is_refused_too(tmp_path):
     RunLock(tmp_path).release()
 
 
-def test_a_lock_that_nobody_refers_to_is_released(tmp_path):
-    lock = RunLock(tmp_path)
-    lock.circle = lock
-    del lock
-    RunLock(tmp_path).release()
-
-
 def test_a_forked_child_does_not_keep_it(tmp_path):
     """A child that outlives its parent (a reward's pool) would keep the folder locked."""
     lock = RunLock(tmp_path)
@@ -116,11 +109,6 @@ def test_a_name_that_can_be_no_folder_is_refused(tmp_path, monkeypatch, name, me
     with pytest.raises(ValueError, match=f"trainer.default_local_dir: .*{message}"):
         RunFolder.open(name, fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert RunFolder.open("~/runs/a", fresh=False, lock=False).root == tmp_path / "runs" / "a"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.rewards import RewardError, RewardMix, RewardResult
-from flowgrpo_rc.trainer import FlowGRPOTrainer, setup, validation
+from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
 from flowgrpo_rc.trainer.scoring import names_of_all
 
 pytestmark = pytest.mark.run
@@ -122,34 +122,6 @@ def test_normalisation_within_the_group_reaches_the_advantages(small_config, sco
     assert row["reward/mean"] == pytest.approx(results[0].total.mean())  # of the scores as they are
 
 
-def test_validation_asks_functions_that_stream_by_micro_batch(small_config, tmp_path, monkeypatch):
-    """For as many images in a call as training, with the scores of one call for all; those that only look, too."""
-    calls = tmp_path / "calls.jsonl"
-    path = tmp_path / "scorers.py"
-    path.write_text(SCORERS + "\nred.streams = True\n")
-    val = ("data.val_max_samples=4", "actor_rollout_ref.rollout.val_kwargs.n=1")
-    trainer = FlowGRPOTrainer(
-        small_config(
-            *val, f"reward.reward_functions.red={{path: {path}, name: red}}",
-            f"reward.val_functions.red_too={{path: {path}, name: red}}",
-            f"reward.val_functions.dark={{path: {path}, name: dark}}",
-        )
-    )  # fmt: skip
-    trainer.folder.close()
-    images = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)
-    monkeypatch.setattr(validation, "_sample", lambda *_: images)
-    found = []
-    for size in (3, 4):
-        trainer.config.actor_rollout_ref.rollout.micro_batch_size = size
-        found.append(validation.validate(trainer.run, trainer.conditioning, trainer.generate)[0])
-        asked = [(call["who"], len(call["prompts"])) for call in map(json.loads, calls.read_text().splitlines())]
-        calls.unlink()
-        by_part = [("red", 3), ("red", 1)] if size == 3 else [("red", 4)]
-        assert asked == [*by_part, *by_part, ("dark", 4)]  # red, then red_too
-    assert found[0] == found[1]
-    assert found[0]["val/reward/red"] == found[0]["val/reward/red_too"]
-
-
 def test_normalisation_goes_over_all_processes(small_config, scorers):
     """Each of two processes has half of the images; its advantages are its rows of those of the whole batch."""
     trainer = FlowGRPOTrainer(small_config(*several(scorers), "reward.normalization=group"))
@@ -185,17 +157,6 @@ def test_processes_agree_on_the_parts_before_their_means_are_taken():
     for named in ([one, two[:3]], [two[:3], one]):
         with pytest.raises(RewardError, match="^reward function 'f' reported part/a in some processes only"):
             names_of_all(named)
-
-
-def test_a_validation_names_the_part_that_not_every_image_has(small_config, monkeypatch):
-    trainer = FlowGRPOTrainer(small_config())
-    trainer.folder.close()
-    scored = [(0, {"mean": 1.0, "f": 1.0, "f/x": 0.5}, None), (1, {"mean": 1.0, "f": 1.0}, None)]
-    monkeypatch.setattr(validation, "_score", lambda *_: list(scored))
-    for _ in range(2):
-        with pytest.raises(RewardError, match="reward function 'f' reported part/x in some processes only"):
-            validation.validate(trainer.run, trainer.conditioning, trainer.generate)
-        scored = [(1 - number, one, sample) for number, one, sample in scored]
 
 
 def test_every_scorer_gets_all_columns_of_its_row(small_config, scorers, tmp_path):

@@ -62,16 +62,6 @@ def test_a_draw_over_two_steps_is_counted_once():
     assert drawn == [4.0, 4.0]
 
 
-def test_several_processes_are_one_run():
-    """Engines of all count alike, and the trainer's wait is the mean over the processes."""
-    one = ProcessAccount([engine("rank 0: a", ("draw", 0.0, 4.0))], 0.0, 4.0, waited=1.0, restarts=0)
-    other = ProcessAccount([engine("rank 1: a"), engine("rank 1: b")], 0.0, 4.0, waited=3.0, restarts=2)
-    found = metrics_of([one, other])
-    assert found["perf/engines_busy"] == pytest.approx(1 / 3)
-    assert (found["perf/engines_left"], found["perf/engine_restarts"]) == (3.0, 2.0)
-    assert found["perf/trainer_waits"] == pytest.approx(0.5)
-
-
 class Pool(RolloutPool):
     """Accounts made by hand."""
 
