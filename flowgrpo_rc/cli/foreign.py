@@ -22,7 +22,8 @@ from flowgrpo_rc.checks import show
 from flowgrpo_rc.cli.schema import nearest, schema
 from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES
 from flowgrpo_rc.models.registry import FAMILIES
-from flowgrpo_rc.rewards.config import REWARD_NAMES, VERL_OMNIS
+from flowgrpo_rc.rewards.config import REWARD_NAMES
+from flowgrpo_rc.rewards.custom import VERL_OMNIS
 from flowgrpo_rc.section import INVALID, PositiveInt, convert
 
 CORRECTIONS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.rollout_correction")

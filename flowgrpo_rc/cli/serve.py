@@ -13,7 +13,7 @@ from typing import Any
 
 from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig, RewardMix, build_reward
 from flowgrpo_rc.rewards.forms import PerImageReward
-from flowgrpo_rc.rewards.http_options import is_loopback, read_key
+from flowgrpo_rc.rewards.http_client import is_loopback, read_key
 from flowgrpo_rc.rewards.registry import REWARDS
 from flowgrpo_rc.rewards.remote.protocols import SERVED
 from flowgrpo_rc.rewards.remote.server import RewardServer

@@ -11,7 +11,7 @@ from flowgrpo_rc.report.finding import number
 from flowgrpo_rc.report.history import REWARD, WINDOW, History
 from flowgrpo_rc.report.panel import GREEN, LIMIT_STYLE, ORANGE, RED, SOFT, Level, Line, Panel, TimestepPanel
 from flowgrpo_rc.report.timeline import TimelinePanel
-from flowgrpo_rc.rewards.names import STATISTICS
+from flowgrpo_rc.rewards.registry import STATISTICS
 
 THIN: dict[str, Any] = {"linewidth": 1}
 FAINT: dict[str, Any] = {"linewidth": 1, "alpha": 0.4}

@@ -26,9 +26,9 @@ from flowgrpo_rc.rewards.mix import RewardMix as RewardMix
 from flowgrpo_rc.rewards.mix import RewardResult as RewardResult
 from flowgrpo_rc.rewards.mix import build_observers as build_observers
 from flowgrpo_rc.rewards.mix import build_reward as build_reward
-from flowgrpo_rc.rewards.names import STATISTICS as STATISTICS
 from flowgrpo_rc.rewards.ocr import OCRReward as OCRReward
 from flowgrpo_rc.rewards.ocr import quoted_target as quoted_target
 from flowgrpo_rc.rewards.ocr import text_similarity as text_similarity
+from flowgrpo_rc.rewards.registry import STATISTICS as STATISTICS
 from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig as RewardModelConfig
 from flowgrpo_rc.rewards.scoring import PartialScoring as PartialScoring

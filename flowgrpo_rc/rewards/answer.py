@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.rewards.errors import AnswerError, brief_repr
-from flowgrpo_rc.rewards.names import METRIC_NAME
+from flowgrpo_rc.rewards.registry import METRIC_NAME
 
 WANTED = "return one float per image, or (floats, info dict)"
 
@@ -23,9 +24,6 @@ CAPTIONS = "text"
 
 PARTS = "part/"
 """The beginning of keys of ``info`` with numbers that make up a function's score. A run logs their means."""
-
-_NO_NUMBER = (TypeError, ValueError, OverflowError, RuntimeError)
-"""Errors of numpy, torch and ``_entry`` for values that are not numbers."""
 
 
 def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> Scores:
@@ -90,22 +88,16 @@ def _numbers(returned: str, scores: Any) -> np.ndarray:
     if scores is None or isinstance(scores, (str, bytes, Mapping, Set, Iterator)):
         raise AnswerError(f"{returned} {kind}; {WANTED}")
     try:
-        values = _array(scores)
+        values = _without_torch(scores)
+        values = values if isinstance(values, Sequence) else np.asarray(values)
+        # Entry by entry, since numpy would take strings and None in a list.
+        if isinstance(values, Sequence) or values.dtype == object:
+            values = np.asarray([_entry(index, value) for index, value in enumerate(values)])
         if values.dtype.kind not in "biuf":
             raise TypeError(f"its type is {values.dtype}")
-    except _NO_NUMBER as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise AnswerError(f"{returned} {kind} that does not convert to floats ({one_line(error)}); {WANTED}") from error
     return values.astype(np.float64)
-
-
-def _array(scores: Any) -> np.ndarray:
-    scores = _without_torch(scores)
-    if not isinstance(scores, Sequence):
-        scores = np.asarray(scores)
-        if scores.dtype != object or scores.ndim != 1:
-            return scores
-    # Entry by entry, since numpy would take strings and None in a list.
-    return np.asarray([_entry(index, value) for index, value in enumerate(scores)])
 
 
 def _entry(index: int, value: Any) -> Any:
@@ -113,8 +105,6 @@ def _entry(index: int, value: Any) -> Any:
     value = _without_torch(value)
     if isinstance(value, (Real, np.bool_)):
         return float(value)
-    if isinstance(value, (list, tuple)):
-        return np.asarray([_entry(index, inner) for inner in value])
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return value
     kind = "None" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
@@ -135,19 +125,16 @@ def _without_torch(value: Any) -> Any:
 
 def _check_range(returned: str, values: np.ndarray, prompts: Sequence[str]) -> None:
     """Raise ``AnswerError`` unless float32 holds every score as a finite number."""
-    wrong = ~np.isfinite(values)
-    problem = f"non-finite of {values.size} scores"
-    remedy = ""
-    if not wrong.any():
-        # float64 holds them; the conversion to float32 would make them infinite.
-        wrong = np.abs(values) > np.finfo(np.float32).max
-        problem = f"of {values.size} scores beyond float32's largest number, 3.4e38"
-        remedy = ": scale them down"
+    # Written so that NaN counts too. float64 holds larger numbers, which float32 would make infinite.
+    wrong = ~(np.abs(values) <= np.finfo(np.float32).max)
     if wrong.any():
         first = int(wrong.argmax())
+        finite = np.isfinite(values[wrong]).all()
+        scores = f"of {values.size} scores beyond float32's largest number, 3.4e38"
         raise AnswerError(
-            f"{returned} {int(wrong.sum())} {problem}; the first is {values[first]} for sample {first}, prompt "
-            f"{brief_repr(prompts[first])}{remedy}"
+            f"{returned} {int(wrong.sum())} {scores if finite else f'non-finite of {values.size} scores'}; the first "
+            f"is {values[first]} for sample {first}, prompt {brief_repr(prompts[first])}"
+            f"{': scale them down' if finite else ''}"
         )
 
 
@@ -167,31 +154,27 @@ def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[An
     entries = list(value) if tolist is None else tolist()
     if len(entries) != count:
         raise AnswerError(f"{where} with {len(entries)} entries for {count} images; give one entry for each image")
-    for index, entry in enumerate(entries):
-        if key == CAPTIONS and not isinstance(entry, str):
-            raise AnswerError(
-                f"{where}[{index}] = {brief_repr(entry)}; it captions the samples, so every entry must be a string"
-            )
-    return _part_numbers(where, key, entries) if key.startswith(PARTS) else entries
-
-
-def _part_numbers(where: str, key: str, entries: list[Any]) -> list[float]:
-    """The entries under a key of ``PARTS``, of any type that scores may have."""
-    if not METRIC_NAME.fullmatch(key.removeprefix(PARTS)):
+    is_part = key.startswith(PARTS)
+    if is_part and not METRIC_NAME.fullmatch(key.removeprefix(PARTS)):
         raise AnswerError(
             f"{where}; what follows {PARTS} becomes part of a metric's name: give it the letters a to z, digits and "
             "underscores"
         )
-    numbers = []
     for index, entry in enumerate(entries):
-        try:
-            # As strict as for scores: a mean of texts that spell numbers is a mistake too.
-            number = np.asarray(_entry(index, entry), np.float64)
-        except _NO_NUMBER:
-            number = np.asarray(np.nan)
-        if number.shape or not np.isfinite(number):
+        if is_part:
+            entries[index] = _part_number(f"{where}[{index}]", entry)
+        elif key == CAPTIONS and not isinstance(entry, str):
             raise AnswerError(
-                f"{where}[{index}] = {brief_repr(entry)}; its mean is logged, so every entry must be a finite number"
+                f"{where}[{index}] = {brief_repr(entry)}; it captions the samples, so every entry must be a string"
             )
-        numbers.append(float(number))
-    return numbers
+    return entries
+
+
+def _part_number(where: str, entry: Any) -> float:
+    """An entry under a key of ``PARTS``, of any type that scores may have."""
+    # As strict as for scores: a mean of texts that spell numbers is a mistake too.
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        number = np.asarray(_entry(0, entry), np.float64)
+        if not number.shape and np.isfinite(number):
+            return float(number)
+    raise AnswerError(f"{where} = {brief_repr(entry)}; its mean is logged, so every entry must be a finite number")

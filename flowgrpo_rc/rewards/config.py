@@ -11,12 +11,11 @@ from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rewards.clip.config import AestheticConfig, HPSv2Config, ScorerConfig
 from flowgrpo_rc.rewards.custom import DEFAULT_NAME, OwnFunction, of_entry
 from flowgrpo_rc.rewards.judge.config import JudgeConfig
-from flowgrpo_rc.rewards.names import check_name, refuse_taken
-from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS
+from flowgrpo_rc.rewards.ocr import OCRConfig
+from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS, check_name
 from flowgrpo_rc.rewards.remote.config import remote_scorers
 from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 from flowgrpo_rc.section import (
-    Check,
     NonNegativeInt,
     PositiveFloat,
     Read,
@@ -34,49 +33,18 @@ REWARD_NAMES = REWARDS.keys()
 NORMALIZATIONS = ("group",)
 """How several rewards may be normalised before they are weighted."""
 
-VERL_OMNIS = ("weight", "required")
-"""Keys of an entry of ``reward_functions`` beside ``path``, ``name`` and the function's arguments."""
-
 Weights = Annotated[Any, Read(read_mapping("weights by name, e.g. reward.functions.ocr=1"))]
 Functions = Annotated[Any, Read(read_mapping("functions by name, e.g. {mine: {path: mine.py}}"))]
 
 
-def read_weight(weight: Any) -> float:
+def read_weight(field_name: str, weight: Any) -> float:
     """``weight`` as a float; text that spells a number is one, as in YAML without a decimal point."""
     try:
         return convert(float, weight)
     except ValueError:
-        raise ValueError(f"got {plain(weight)!r}; a weight must be a finite number (0 turns the reward off)") from None
-
-
-@documented_fields
-@dataclass(kw_only=True, slots=True)
-class OCRConfig(Section):
-    """How the reward ``ocr`` reads an image."""
-
-    section = "reward.ocr"
-
-    mode: Annotated[str, one_of(("recognition", "full"))] = "recognition"
-    """How an image is read. ``recognition`` takes it as it is for one line of text, which is right for small images
-    that hold little else. ``full`` finds the lines first and then reads them, for images of about 256 pixels and up:
-    the finder misses text in very small ones. It takes some 25 times as long."""
-
-    rec_image_shape: Annotated[
-        list[int],
-        Check(
-            lambda shape: len(shape) == 3 and shape[:2] == [3, 48] and shape[2] >= 8,
-            "give [3, 48, width] with a width of at least 8 pixels",
-        ),
-    ] = field(default_factory=lambda: [3, 48, 64])
-    """Channels, height and width in pixels of the recogniser's input, which takes 8 columns a character. A wider image
-    widens it."""
-
-    num_threads: NonNegativeInt = 0
-    """Number of threads that read images side by side. 0 stands for one per core this process may use, at most 8; in
-    each of ``reward.num_workers`` processes for one."""
-
-    contained_is_match: bool = False
-    """Score 1 for a reading that contains the whole target, whatever is around it, as in flow_grpo's image scorer."""
+        raise ValueError(
+            f"{field_name}: got {plain(weight)!r}; a weight must be a finite number (0 turns the reward off)"
+        ) from None
 
 
 @documented_fields
@@ -95,7 +63,7 @@ class CustomRewardConfig(Section):
     ``fn(data_source, solution_image, ground_truth, extra_info)`` for one image; it may be ``async``, an object with
     ``__call__``, or a class of such objects that is made without arguments."""
 
-    weight: Annotated[float, Read(read_weight)] = 1.0
+    weight: float = 1.0
     """Weight of the function in the sum of rewards. 0 turns the function off."""
 
     reward_kwargs: Annotated[Any, Read(read_mapping("a mapping from parameter names to values, e.g. {scale: 2.0}"))] = (
@@ -212,64 +180,49 @@ class RewardConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Rewards that are not known, have one name, or do not count."""
-        # Names before weights: an unknown reward is reported as such, whatever its weight.
         known = [*REWARD_NAMES, *self.remote]
+        unknown = f"is not a known reward; known are {', '.join(known)}, and a function of your own"
+        custom = None if self.custom_reward_function.path is None else self.custom_reward_function.name
+        found: list[str] = []
         # Every reward has a metric of its name, so that no two may share one.
         for name in self.remote:
-            yield from complaints(check_name, f"remote.{name}", name)
-            yield from complaints(refuse_taken, f"remote.{name}", name, [*REWARD_NAMES, self._custom_name])
-        weights: dict[str, float] = {}
+            found += complaints(check_name, f"remote.{name}", name, [*REWARD_NAMES, custom])
         for name, weight in self.functions.items():
-            if name not in known:
-                yield (
-                    f"functions: {name!r} is not a known reward; known are {', '.join(known)}, and a function of your "
-                    f"own goes into reward.custom_reward_function, a server into reward.remote.{name}"
-                )
-                continue
-            try:
-                weights[name] = read_weight(weight)
-            except ValueError as error:
-                yield f"functions.{name}: {error}"
-        # The checks below add up weights, which are not all numbers.
-        # Rules about weights would only repeat the problem.
-        if weights.keys() != self.functions.keys():
+            if name in known:
+                found += complaints(read_weight, f"functions.{name}", weight)
+            else:
+                place = f"goes into reward.custom_reward_function, a server into reward.remote.{name}"
+                found.append(f"functions: {name!r} {unknown} {place}")
+        # A built-in reward with weight 0 has no metric, so its name is free.
+        taken = [*self.remote, *(name for name, weight in self.functions.items() if weight), custom]
+        for name, entry in self.reward_functions.items():
+            where = f"reward_functions.{name}"
+            found += complaints(check_name, where, name, taken)
+            if isinstance(entry, Mapping):
+                found += complaints(read_weight, f"{where}.weight", entry.get("weight", 1.0))
+                found += complaints(of_entry, f"reward.{where}", entry, within=self.section)
+            else:
+                found.append(f"{where}: got {show(entry)}; give its keys, {{path, name, weight}}")
+        yield from found
+        # The rules below add up weights.
+        if found:
             return
-        self.functions = weights
-        own = list(self._own_function_problems())
-        yield from own
-        if own:
-            return
-        if not self.weights():
+        self.functions = {name: read_weight(name, weight) for name, weight in self.functions.items()}
+        self.reward_functions = {
+            name: {**entry, "weight": read_weight(name, entry.get("weight", 1.0))}
+            for name, entry in self.reward_functions.items()
+        }
+        weights = self.weights()
+        if not weights:
             yield (
                 f"functions: got {self.functions} and no custom function, so every weight is 0 and there is nothing to "
                 "train on; give one reward a weight, e.g. reward.functions.ocr=1"
             )
-        yield from self._val_function_problems(known)
-
-    def _own_function_problems(self) -> Iterator[str]:
-        """Entries of ``reward_functions`` that cannot be used; the others get their weight as a number."""
-        # A built-in reward with weight 0 has no metric, so its name is free.
-        taken = [*self.remote, *(name for name, weight in self.functions.items() if weight), self._custom_name]
-        for name, entry in self.reward_functions.items():
-            where = f"reward_functions.{name}"
-            yield from complaints(check_name, where, name)
-            yield from complaints(refuse_taken, where, name, taken)
-            if not isinstance(entry, Mapping):
-                yield f"{where}: got {show(entry)}; give its keys, {{path, name, weight}}"
-                continue
-            try:
-                self.reward_functions[name] = {**entry, "weight": read_weight(entry.get("weight", 1.0))}
-            except ValueError as error:
-                yield f"{where}.weight: {error}"
-            yield from complaints(of_entry, f"reward.{where}", _without(entry, VERL_OMNIS), within=self.section)
-
-    def _val_function_problems(self, known: list[str]) -> Iterator[str]:
-        """Entries of ``val_functions`` that cannot be used."""
         for name, entry in self.val_functions.items():
             where = f"val_functions.{name}"
             yield from complaints(check_name, where, name)
             # Its validation scores are logged under the same name.
-            if name in self.weights():
+            if name in weights:
                 yield (
                     f"{where}: {name!r} is a reward of the training, whose validation is val/reward/{name} already; "
                     "leave it out here"
@@ -280,16 +233,8 @@ class RewardConfig(Section):
             elif entry not in (True, False, None, {}):
                 yield f"{where}: got {show(entry)}; give true, or {{path, name}} of a function of your own"
             elif name not in known:
-                yield (
-                    f"val_functions: {name!r} is not a known reward; known are {', '.join(known)}, and a function of "
-                    f"your own is reward.{where}={{path: my_reward.py, name: {DEFAULT_NAME}}}"
-                )
-
-    @property
-    def _custom_name(self) -> str | None:
-        """Of ``custom_reward_function``, where there is one."""
-        custom = self.custom_reward_function
-        return None if custom.path is None else custom.name
+                place = f"is reward.{where}={{path: my_reward.py, name: {DEFAULT_NAME}}}"
+                yield f"val_functions: {name!r} {unknown} {place}"
 
     def weights(self) -> dict[str, float]:
         """Name -> weight of every reward that is on, the user's own function last."""
@@ -306,20 +251,17 @@ class RewardConfig(Section):
     def own_functions(self) -> dict[str, OwnFunction]:
         """The user's own functions by the names of their metrics, those with weight 0 too."""
         section = "reward.reward_functions"
-        own = {
-            name: of_entry(f"{section}.{name}", _without(entry, VERL_OMNIS))
-            for name, entry in self.reward_functions.items()
-        }
+        own = {name: of_entry(f"{section}.{name}", entry) for name, entry in self.reward_functions.items()}
         custom = self.custom_reward_function
         return own if custom.path is None else {**own, custom.name: custom.function}
 
     def observers(self) -> dict[str, OwnFunction | None]:
         """The scorers that only look, by name: a function of the user's own, or None for a built-in reward."""
+        on = {name: entry for name, entry in self.val_functions.items() if entry not in (False, None)}
         section = "reward.val_functions"
         return {
             name: of_entry(f"{section}.{name}", entry) if isinstance(entry, Mapping) and entry else None
-            for name, entry in self.val_functions.items()
-            if entry not in (False, None)
+            for name, entry in on.items()
         }
 
     def in_words(self) -> str:
@@ -342,7 +284,3 @@ class RewardConfig(Section):
             ValueError: names the field, its value and what to do.
         """
         self.check(self.section)
-
-
-def _without(entry: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if key not in keys}

@@ -16,11 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flowgrpo_rc.rewards.forms import FORMS, adapt
+from flowgrpo_rc.rewards.forms import FORMS, BatchReward, adapt
 from flowgrpo_rc.rewards.user_code import UserCode
 
 DEFAULT_NAME = "compute_score"
 """The function's name where the configuration gives none."""
+
+VERL_OMNIS = ("weight", "required")
+"""Keys of an entry of ``reward_functions`` beside ``path``, ``name`` and the function's arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +64,16 @@ def of_entry(section: str, entry: Mapping[str, Any]) -> OwnFunction:
         path=entry.get("path", ""),
         # null is the default too.
         name=DEFAULT_NAME if entry.get("name") is None else entry["name"],
-        kwargs={key: value for key, value in entry.items() if key not in ("path", "name")},
+        kwargs={key: value for key, value in entry.items() if key not in ("path", "name", *VERL_OMNIS)},
         kwargs_field=section,
     )
     function.check()
     return function
 
 
-def load_reward(own: OwnFunction, timeout_s: float | None = None, offered: Mapping[str, Any] | None = None) -> Any:
+def load_reward(
+    own: OwnFunction, timeout_s: float | None = None, offered: Mapping[str, Any] | None = None
+) -> BatchReward:
     """The user's function as a reward that takes a batch, in either of the two forms.
 
     Args:
@@ -104,18 +109,15 @@ def load_function(
     module = _load_module(file, timeout_s, field)
     function = getattr(module, name, None)
     if function is None:
-        raise ValueError(f"{field}.name: {file} defines no {name!r}; it defines {_functions_of(module)}")
+        # Without the functions that the file imports.
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
+        found = ", ".join(sorted(own)) or "no function"
+        raise ValueError(f"{field}.name: {file} defines no {name!r}; it defines {found}")
     if not callable(function):
         raise ValueError(
             f"{field}.name: {name!r} in {file} is a {type(function).__name__}, which cannot be called; name {FORMS}"
         )
     return function
-
-
-def _functions_of(module: ModuleType) -> str:
-    # Without the functions that the file imports.
-    own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
-    return ", ".join(sorted(own)) or "no function"
 
 
 @cache  # making it may take long, and the reward may be built more than once

@@ -42,21 +42,6 @@ def ground_truth(row: Mapping[str, Any]) -> Any:
     return row.get("ground_truth") if truth is None else truth
 
 
-def signature_of(function: Callable[..., Any], name: str) -> inspect.Signature:
-    """The signature of a reward function.
-
-    Raises:
-        ValueError: Python cannot read it.
-    """
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"reward function {name!r} has no signature that Python can read ({error}); wrap it in a function of "
-            f"your own, {FORMS}"
-        ) from error
-
-
 def accepted(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments among ``known`` that the function declares, or all where it takes any keyword."""
     parameters = inspect.signature(function).parameters
@@ -91,7 +76,7 @@ class BatchReward:
     function: Callable[..., Any]
     kwargs: Mapping[str, Any]
     """Further keyword arguments of every call."""
-    by_name: bool
+    by_name: bool = False
 
     def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
         """The function's answer."""
@@ -101,8 +86,19 @@ class BatchReward:
             answer = self.function(images, prompts, metadata, **self.kwargs)
         return gather([answer])[0]
 
+    def check_prompts(self, prompts: Sequence[str], **known: Any) -> None:
+        """Call the method ``check_prompts`` of the function, where it has one; see ``RewardMix.check_prompts``.
 
-class PerImageReward:
+        Args:
+            known: ``image_size``, ``sources`` and ``metadata``. A user's method may declare fewer of them.
+        """
+        check = getattr(self.function, "check_prompts", None)
+        if callable(check):
+            check(list(prompts), **accepted(check, known))
+
+
+@dataclass
+class PerImageReward(BatchReward):
     """Calls ``fn(data_source=, solution_image=, ground_truth=, extra_info=)`` for every image of a batch: verl-omni's.
 
     The image is a uint8 torch tensor (3, H, W) in RGB. The others are columns of the prompt file as verl-omni's data
@@ -110,74 +106,54 @@ class PerImageReward:
     do) and ``extra_info``, to which ``num_turns`` (None) and ``rollout_reward_scores`` ({}) are added as there. Only
     parameters that the function declares are given, unless it takes ``**kwargs``. It returns a number or a dict with
     ``"score"``, whose other entries become ``info``. Coroutines of a batch are awaited concurrently.
-
-    Args:
-        text: the function's name and parameters, for messages.
-        kwargs: further keyword arguments of every call.
-        kwargs_field: the section of the configuration that holds them, for messages.
-
-    Raises:
-        ValueError: the function needs a parameter that nothing supplies.
     """
 
-    def __init__(self, function: Callable[..., Any], text: str, kwargs: Mapping[str, Any], kwargs_field: str) -> None:
-        self.function = function
-        self._text = text
-        self._kwargs = dict(kwargs)
-        required = _required(inspect.signature(function))
-        self._takes = list(accepted(function, COLUMNS))
-        # extra_info is made where the prompt file has none.
-        self._needs = [name for name in required if name in ("data_source", "ground_truth")]
-        lacking = [name for name in required if name not in (IMAGE, *COLUMNS, *kwargs)]
-        if lacking:
-            raise ValueError(
-                f"reward function {text} needs {', '.join(lacking)}, which nothing here supplies; give it with "
-                f"{kwargs_field}.{lacking[0]}=..."
-            )
+    text: str = ""
+    """The function's name and parameters, for messages."""
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Any], dict[str, list[Any]]]:
         """The score of every image, and the other entries of the function's answers."""
+        import torch
+
         # All arguments before the first call: a row that lacks a column is an error before anything is scored.
-        calls = [
-            self._arguments(image, row, f"sample {index}, prompt {brief_repr(prompts[index])},")
-            for index, (image, row) in enumerate(zip(images, metadata, strict=True))
+        columns = [
+            self._columns(row, f"sample {index}, prompt {brief_repr(prompts[index])},", AnswerError)
+            for index, row in enumerate(metadata)
         ]
+        # Copies, which the function may write into.
+        pixels = [torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1))) for image in images]
         # Coroutines of all images are made first and then run together: each may wait for a server.
-        answers = gather([self.function(**arguments) for arguments in calls])
+        calls = zip(pixels, columns, strict=True)
+        answers = gather([self.function(**{IMAGE: image, **own, **self.kwargs}) for image, own in calls])
         parts = [self._score_and_info(answer, index) for index, answer in enumerate(answers)]
         # Answers may have different keys, as where only wrong images get a remark.
         keys = dict.fromkeys(key for _, info in parts for key in info)
         return [score for score, _ in parts], {key: [info.get(key) for _, info in parts] for key in keys}
 
-    def check_prompts(self, sources: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
+    def check_prompts(self, prompts: Sequence[str], **known: Any) -> None:
         """Raise ``ValueError`` for the first row of ``metadata`` that lacks a column which the function needs."""
-        for row, source in zip(metadata, sources, strict=True):
+        for row, source in zip(known["metadata"] or (), known["sources"], strict=False):
             self._columns(row, source, ValueError)
-
-    def _arguments(self, image: np.ndarray, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-        import torch
-
-        # A copy, which the function may write into.
-        pixels = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
-        return {IMAGE: pixels, **self._columns(row, where, AnswerError), **self._kwargs}
+        super().check_prompts(prompts, **known)
 
     def _columns(self, row: Mapping[str, Any], where: str, error: type[Exception]) -> dict[str, Any]:
         """The arguments that come from a row of the prompt file; raises ``error`` where the row lacks one."""
         found = {"data_source": row.get("data_source"), "ground_truth": ground_truth(row)}
-        for name in self._needs:
-            if found[name] is None:
+        required = _required(inspect.signature(self.function))
+        for name, value in found.items():
+            if value is None and name in required:
                 raise error(
-                    f"{where} has no {COLUMNS[name]}, which the reward function {self._text} needs; add it as a "
+                    f"{where} has no {COLUMNS[name]}, which the reward function {self.text} needs; add it as a "
                     "column of a .parquet or .jsonl file (a .txt file has none but the prompt), as "
                     "flowgrpo-rc prepare-data writes them"
                 )
-        # verl-omni always gives the two keys.
+        # verl-omni always gives the two keys, whether or not the prompt file has the column.
         found["extra_info"] = {**(row.get("extra_info") or {}), "num_turns": None, "rollout_reward_scores": {}}
         if "images" in row:
             found["extra_info"].setdefault("images", row["images"])
-        return {name: found[name] for name in self._takes if found[name] is not None}
+        return accepted(self.function, {name: value for name, value in found.items() if value is not None})
 
     def _score_and_info(self, answer: Any, index: int) -> tuple[Any, dict[str, Any]]:
         """Score and other entries of one image's answer."""
@@ -187,7 +163,7 @@ class PerImageReward:
         if "score" not in info:
             keys = ", ".join(map(brief_repr, info)) or "none"
             raise AnswerError(
-                f"reward function {self._text} returned for sample {index} a dict without the key 'score' (it "
+                f"reward function {self.text} returned for sample {index} a dict without the key 'score' (it "
                 f"has {keys}); return a float, or a dict with 'score'"
             )
         return info.pop("score"), info
@@ -199,7 +175,7 @@ def adapt(
     kwargs: Mapping[str, Any] | None = None,
     kwargs_field: str = KWARGS_FIELD,
     offered: Mapping[str, Any] | None = None,
-) -> BatchReward | PerImageReward:
+) -> BatchReward:
     """The callable ``function`` as a reward that takes a batch.
 
     Args:
@@ -212,9 +188,15 @@ def adapt(
         ValueError: the signature is of neither form, cannot be read, or does not take ``kwargs``; names the
             parameters.
     """
-    if isinstance(function, (BatchReward, PerImageReward)):
+    if isinstance(function, BatchReward):
         return function
-    signature = signature_of(function, name)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"reward function {name!r} has no signature that Python can read ({error}); wrap it in a function of "
+            f"your own, {FORMS}"
+        ) from error
     declared = list(signature.parameters)
     text = f"{name!r}{signature}"
     for key in kwargs or {}:
@@ -223,8 +205,16 @@ def adapt(
         if not accepted(function, {key: None}):
             raise ValueError(f"{kwargs_field}.{key}: reward function {text} has no parameter of this name")
     given = {key: value for key, value in (offered or {}).items() if key in declared} | dict(kwargs or {})
+    required = _required(signature)
+    lacking = [name for name in required if name not in (*BATCH, IMAGE, *COLUMNS, *given, "only_strict")]
+    if lacking and (IMAGE in declared or all(name in declared for name in BATCH)):
+        too = ", which nothing here supplies" if IMAGE in declared else " too"
+        raise ValueError(
+            f"reward function {text} needs {', '.join(lacking)}{too}; give it with {kwargs_field}.{lacking[0]}=..., or "
+            "give the parameter a default"
+        )
     if IMAGE in declared:
-        return PerImageReward(function, text, given, kwargs_field)
+        return PerImageReward(function, given, text=text)
     # verl's functions for texts have the same columns; called as a batch function they would fail at the first step.
     foreign = [parameter for parameter in declared if parameter in (*COLUMNS, "solution_str")]
     if foreign:
@@ -232,7 +222,6 @@ def adapt(
             f"reward function {text} takes {', '.join(foreign)} but no {IMAGE}, so it is not one for images; "
             f"write {FORMS}"
         )
-    required = _required(signature)
     if "only_strict" in required:
         given.setdefault("only_strict", True)
     # By name only where the images are spelled out: a function of **kwargs alone need not be a reward.
@@ -241,11 +230,5 @@ def adapt(
     # Positions are no guide where a known name stands at another one.
     misplaced = [name for position, name in enumerate(declared) if name in BATCH and BATCH.index(name) != position]
     if not misplaced and _takes(signature, BATCH, given):
-        return BatchReward(function, given, by_name=False)
-    lacking = [name for name in required if name not in (*BATCH, *given)]
-    if lacking and all(name in declared for name in BATCH):
-        raise ValueError(
-            f"reward function {text} needs {', '.join(lacking)} too; give it with "
-            f"{kwargs_field}.{lacking[0]}=..., or give the parameter a default"
-        )
+        return BatchReward(function, given)
     raise ValueError(f"reward function {text} cannot be called as a reward; write {FORMS}")

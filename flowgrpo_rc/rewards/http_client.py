@@ -1,32 +1,32 @@
-"""HTTP client of rewards behind a server: many requests at once, their answers in order.
+"""HTTP client of rewards behind a server: its settings, and many requests at once with their answers in order.
 
 The requests run on an event loop in a background thread. Cancelling them there ends a batch at once, whatever the
-server does, when Ctrl-C or a deadline interrupts the caller.
+server does, when Ctrl-C or a deadline interrupts the caller. httpx is imported with the first request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
-import math
 import os
 import random
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.messages import one_line, printable
 from flowgrpo_rc.rewards.errors import AnswerError
-from flowgrpo_rc.rewards.http_options import HTTPOptions, is_loopback, read_key
+from flowgrpo_rc.section import PositiveFloat, PositiveInt, Section, complaints
 
 if TYPE_CHECKING:
     import httpx
@@ -51,14 +51,90 @@ RETRIED = (408, 409, 429)
 WORDS = 300
 """Most characters of a server's own words in a message."""
 
-SHORTEST_KEY = 8
-"""Fewest characters of a key that is a secret. Servers without keys get a word such as EMPTY, which answers may
-contain."""
-
-LOGGERS = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.proxy")
-_THREAD = "reward requests"
 # Not the global generator, which belongs to users' rewards and whose state checkpoints hold.
 _random = random.Random()
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class HTTPOptions(Section):
+    """How a reward sends requests to its server."""
+
+    max_concurrent: PositiveInt = 32
+    """Most requests that are under way at once, of each process of the run."""
+
+    tries: PositiveInt = 4
+    """Most times that a request is sent: after a connection that fails or breaks off, the answers 408, 409, 429 and
+    5xx, and an answer that cannot be read."""
+
+    timeout_s: PositiveFloat = 60.0
+    """Longest time in seconds of one try, with the time in the server's queue."""
+
+    deadline_s: PositiveFloat = 600.0
+    """Longest time in seconds of all requests for a batch together, with every pause."""
+
+    api_key_env: str | None = None
+    """Environment variable that holds the server's key; null for a server without one. The key is sent as
+    ``Authorization: Bearer KEY``, and neither stored nor shown."""
+
+    def problems(self) -> Iterator[str]:
+        """A key in the place of the variable that holds it."""
+        yield from complaints(_check_key_name, "api_key_env", self.api_key_env)
+
+
+def check_url(field_name: str, url: str) -> None:
+    """Raise ``ValueError`` unless ``url`` is the address of a server and holds nothing that must stay secret."""
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        known = False
+        parts = None
+    # Messages and logs show the address, so it may hold no secret; this one does not repeat it either.
+    if parts is not None and (parts.username is not None or parts.query or parts.fragment):
+        raise ValueError(
+            f"{field_name}: the address holds a user name, a query or a fragment; give scheme, host, port and path "
+            "alone, and a key through api_key_env"
+        )
+    if not known or not re.fullmatch(r"[!-~]+", url):
+        raise ValueError(f"{field_name}: got {url[:300]!r}; give an address as http://127.0.0.1:8000/v1")
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for an address that only this machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_key(field_name: str, variable: str | None) -> str | None:
+    """The key from the environment variable, without white space around it; None where ``variable`` is None.
+
+    Raises:
+        ValueError: the variable has no valid name, is not set, or holds characters that no header can. The message
+            shows neither its name, which might be a key in the wrong place, nor its value.
+    """
+    # The command line's option has not been checked as the configuration has.
+    _check_key_name(field_name, variable)
+    if variable is None:
+        return None
+    # Files of keys end with a line break.
+    key = os.environ.get(variable, "").strip()
+    if not re.fullmatch(r"[!-~]+", key):
+        raise ValueError(
+            f"{field_name}: the environment variable that it names is not set, is empty or holds characters that a key "
+            "cannot have; export it, or name none where no key is wanted"
+        )
+    return key
+
+
+def _check_key_name(field_name: str, name: str | None) -> None:
+    if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(
+            f"{field_name}: give the name of an environment variable that holds the key, e.g. OPENAI_API_KEY, and not "
+            "the key itself"
+        )
 
 
 class ServerError(AnswerError):
@@ -98,14 +174,15 @@ def send_all(
     Raises:
         ServerError: a request failed for good, or not all were answered within ``deadline_s``. The others are dropped.
         ValueError: the environment variable of the key is not set.
+        Exception: whatever the function of a body raises, at once.
     """
     if not requests:
         return []
     key = read_key(f"{section}.api_key_env", options.api_key_env)
     ends_at = (time.monotonic() if began_at is None else began_at) + options.deadline_s
-    for name in LOGGERS:
+    for name in ("httpx", "httpcore"):
         # They would log every request, with the server's headers.
-        logging.getLogger(name).addFilter(_is_from_elsewhere)
+        logging.getLogger(name).setLevel(logging.WARNING)
     batch = _Batch(requests, options, section, read, tries or options.tries, key, ends_at)
     outcome = asyncio.run_coroutine_threadsafe(batch.run(), _loop(os.getpid()))
     try:
@@ -120,12 +197,8 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
     """The event loop of all batches of a process. A fork has no copy of its thread, and so needs its own."""
     loop = asyncio.new_event_loop()
     # A daemon: a connection that does not close cannot keep the process from ending.
-    threading.Thread(target=loop.run_forever, name=_THREAD, daemon=True).start()
+    threading.Thread(target=loop.run_forever, name="reward requests", daemon=True).start()
     return loop
-
-
-def _is_from_elsewhere(record: logging.LogRecord) -> bool:
-    return record.threadName != _THREAD
 
 
 class _Failed(Exception):
@@ -174,7 +247,8 @@ class _Batch:
     def _client(self) -> httpx.AsyncClient:
         import httpx
 
-        addresses = [urlsplit(request.url) for request in self.requests]
+        # All requests of a batch go to one server.
+        address = urlsplit(self.requests[0].url)
         authorization = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
         return httpx.AsyncClient(
             # Answers are small, and an unpacked size could not be limited.
@@ -183,9 +257,9 @@ class _Batch:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.options.max_concurrent),
             timeout=httpx.Timeout(self.options.timeout_s, connect=min(CONNECT_S, self.options.timeout_s)),
             # A proxy for the outer world cannot reach a server on this machine.
-            trust_env=not any(is_loopback(address.hostname or "") for address in addresses),
+            trust_env=not is_loopback(address.hostname or ""),
             # Reading the authorities' certificates takes longer than a request.
-            verify=any(address.scheme == "https" for address in addresses),
+            verify=address.scheme == "https",
         )
 
     async def _answer(self, client: httpx.AsyncClient, free: asyncio.Semaphore, index: int) -> Any:
@@ -198,7 +272,10 @@ class _Batch:
         async def once() -> Any:
             # For one try alone: other requests may use the place during a pause.
             async with free:
-                return await self._try(client, request)
+                # In a thread, since the images of a request take seconds to encode. A body that cannot be made is no
+                # fault of the server, so that it ends the batch.
+                body = await asyncio.to_thread(request.body) if callable(request.body) else request.body
+                return await self._try(client, request, body)
 
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self.tries),
@@ -213,7 +290,7 @@ class _Batch:
             times = f" (tried {number} times)" if number > 1 else ""
             raise ServerError(f"{request.url}: {name}: {failure}{times}") from None
 
-    async def _try(self, client: httpx.AsyncClient, request: Request) -> Any:
+    async def _try(self, client: httpx.AsyncClient, request: Request, sent: bytes | None) -> Any:
         """Send a request once.
 
         Raises:
@@ -225,15 +302,13 @@ class _Batch:
         wait_s = 0.0
         try:
             # httpx limits each read; an answer that trickles in needs a limit on the whole.
-            response, body = await asyncio.wait_for(self._exchange(client, request), self.options.timeout_s)
-            body = _without_key(body, self.key)
+            response, body = await asyncio.wait_for(_exchange(client, request, sent), self.options.timeout_s)
+            body = self._without_key(body)
             if response.is_success and len(body) <= LARGEST_ANSWER:
                 return self.read(body)
             again = response.status_code in RETRIED or response.status_code >= 500
             wait_s = _retry_after(response.headers)
             reason = _refusal(response, body)
-        except httpx.ConnectTimeout:
-            reason = "no connection within a few seconds"
         except (asyncio.TimeoutError, httpx.TimeoutException):
             reason = f"no answer within {self._named('timeout_s')}"
         except httpx.TransportError as error:
@@ -241,7 +316,7 @@ class _Batch:
         except ValueError as error:
             reason = one_line(error, 2 * WORDS)
         # Readers and httpx quote a server's words, and those may repeat the key.
-        reason = printable(_without_key(reason.encode(errors="replace"), self.key).decode())
+        reason = printable(self._without_key(reason.encode(errors="replace")).decode())
         if wait_s and time.monotonic() + wait_s > self.ends_at:
             again = False
             reason += (
@@ -250,25 +325,27 @@ class _Batch:
         self.last_failure = f"; the last failure: {reason}"
         raise _Failed(reason, again=again, wait_s=wait_s)
 
-    async def _exchange(self, client: httpx.AsyncClient, request: Request) -> tuple[httpx.Response, bytes]:
-        """A response and its body, which is cut a little beyond ``LARGEST_ANSWER``."""
-        body = request.body
-        if callable(body):
-            # In a thread, since the images of a request take seconds to encode.
-            body = await asyncio.to_thread(body)
-        method = "GET" if body is None else "POST"
-        headers = {} if body is None else {"content-type": request.content_type}
-        content = bytearray()
-        async with client.stream(method, request.url, content=body, headers=headers) as response:
-            # Raw: a packed answer could unpack to any size.
-            async for chunk in response.aiter_raw():
-                content += chunk
-                if len(content) > LARGEST_ANSWER:
-                    break
-        return response, bytes(content)
+    def _without_key(self, text: bytes) -> bytes:
+        # Servers without keys get a short word such as EMPTY, which answers may contain.
+        secret = self.key is not None and len(self.key) >= 8
+        return text.replace(self.key.encode(), b"(the key)") if self.key and secret else text
 
     def _named(self, name: str) -> str:
         return f"{self.section}.{name}={getattr(self.options, name):g} s"
+
+
+async def _exchange(client: httpx.AsyncClient, request: Request, body: bytes | None) -> tuple[httpx.Response, bytes]:
+    """A response and its body, which is cut a little beyond ``LARGEST_ANSWER``."""
+    method = "GET" if body is None else "POST"
+    headers = {} if body is None else {"content-type": request.content_type}
+    content = bytearray()
+    async with client.stream(method, request.url, content=body, headers=headers) as response:
+        # Raw: a packed answer could unpack to any size.
+        async for chunk in response.aiter_raw():
+            content += chunk
+            if len(content) > LARGEST_ANSWER:
+                break
+    return response, bytes(content)
 
 
 def _refusal(response: httpx.Response, body: bytes) -> str:
@@ -294,6 +371,16 @@ def _pause(state: tenacity.RetryCallState) -> float:
     return wanted + pause * 0.1 if wanted else pause
 
 
+def _retry_after(headers: httpx.Headers) -> float:
+    """Seconds of the header ``retry-after``, which gives them or a date; 0 for anything else."""
+    text = headers.get("retry-after", "")
+    with suppress(ValueError, TypeError, OverflowError):
+        if re.fullmatch(r"\d+(\.\d+)?", text):
+            return float(text)
+        return max(parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
+    return 0.0
+
+
 def parse_json(body: bytes) -> Any:
     """The value of a JSON text that came over the wire.
 
@@ -303,40 +390,9 @@ def parse_json(body: bytes) -> Any:
     try:
         # Python would read NaN and Infinity, which are not JSON and no scores.
         return json.loads(body, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("what was sent is not JSON (nested too deeply)") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"what was sent is not JSON ({error}): {body[:80].decode(errors='replace')!r}") from None
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"it holds {name}")
-
-
-def _without_key(text: bytes, key: str | None) -> bytes:
-    """``text`` without the key, which servers repeat; readers of an answer quote it."""
-    if key is None or len(key) < SHORTEST_KEY:
-        return text
-    return _spelled(key).sub(b"(the key)", text)
-
-
-@cache
-def _spelled(key: str) -> re.Pattern[bytes]:
-    """Pattern of the key, also with JSON's escapes in place of characters."""
-    # A limited number of backslashes: without a limit a long run of them takes quadratic time.
-    letters = [rf"\\{{0,4}}(?:{re.escape(letter)}|u00(?i:{ord(letter):02x}))" for letter in key]
-    return re.compile("".join(letters).encode())
-
-
-def _retry_after(headers: httpx.Headers) -> float:
-    """Seconds of the header ``retry-after``, which gives them or a date; 0 for anything else."""
-    text = headers.get("retry-after", "")
-    with suppress(ValueError):
-        seconds = float(text)
-        return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
-    with suppress(ValueError, TypeError, OverflowError):
-        moment = parsedate_to_datetime(text)
-        # A date without a zone is in Greenwich's.
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-        return max((moment - datetime.now(timezone.utc)).total_seconds(), 0.0)
-    return 0.0

@@ -17,11 +17,10 @@ from flowgrpo_rc.rewards.call_queue import CallQueue
 from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rewards.custom import OwnFunction, load_reward
 from flowgrpo_rc.rewards.errors import AnswerError, RewardError, brief_repr
-from flowgrpo_rc.rewards.forms import PerImageReward, accepted, adapt
-from flowgrpo_rc.rewards.names import check_name
-from flowgrpo_rc.rewards.registry import load_builtin
+from flowgrpo_rc.rewards.forms import adapt
+from flowgrpo_rc.rewards.registry import check_name, load_builtin
 from flowgrpo_rc.rewards.remote.client import RemoteReward
-from flowgrpo_rc.rewards.reward_model.server import RewardModelServer, asking, serving
+from flowgrpo_rc.rewards.reward_model.server import RewardModelServer, start_server
 from flowgrpo_rc.rewards.user_code import UserCode
 
 RewardFunction = Callable[..., Any]
@@ -223,15 +222,9 @@ class RewardMix:
         named = [f"prompt {index}" for index in range(len(prompts))] if sources is None else list(sources)
         known = {"image_size": image_size, "sources": named, "metadata": metadata}
         for name, reward in self.functions.items():
-            if isinstance(reward, PerImageReward) and metadata is not None:
-                reward.check_prompts(named, metadata)
-            # An attribute of the user's function, which may declare fewer arguments than this package's rewards.
-            check = getattr(reward.function, "check_prompts", None)
-            if not callable(check):
-                continue
-            # Nothing is trained yet, so its faults are a refusal like that of any wrong setting.
+            # Nothing is trained yet, so a fault of the check is a refusal like that of any wrong setting.
             code = replace(self._code[name], error=ValueError)
-            code.run(partial(check, **accepted(check, known)), list(prompts), passing=ValueError)
+            code.run(partial(reward.check_prompts, prompts, **known), passing=ValueError)
 
 
 def build_reward(config: RewardConfig | None = None) -> RewardMix:
@@ -243,15 +236,17 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
     """
     config = RewardConfig() if config is None else config
     config.validate()
+    own = config.own_functions()
     weights = config.weights()
-    with serving(config) as server:
-        # The user's own functions first: their faults show before an engine takes its time to load.
-        own = _load_own({name: f for name, f in config.own_functions().items() if name in weights}, config, server)
-        # The server loads its model while the user's functions load.
+    server = start_server(config)
+    try:
+        mix = _built({name: own.get(name) for name in weights}, weights, config, server)
+    except BaseException:
         if server is not None:
-            server.wait()
-        functions = {name: own[name] if name in own else _builtin(name, config) for name in weights}
-        return RewardMix(functions, weights, config.timeout_s, builtin=functions.keys() - own.keys(), server=server)
+            server.close()
+        raise
+    mix.server = server
+    return mix
 
 
 def build_observers(config: RewardConfig, server: RewardModelServer | None = None) -> RewardMix | None:
@@ -264,26 +259,36 @@ def build_observers(config: RewardConfig, server: RewardModelServer | None = Non
         ValueError, ImportError: see ``build_reward``.
     """
     named = config.observers()
-    with asking(config.judge, server):
-        own = _load_own({name: f for name, f in named.items() if f is not None}, config, server)
-        functions = {name: own[name] if name in own else _builtin(name, config) for name in named}
-    if not functions:
-        return None
-    return RewardMix(functions, dict.fromkeys(named, 0.0), config.timeout_s, builtin=functions.keys() - own.keys())
+    return _built(named, dict.fromkeys(named, 0.0), config, server) if named else None
 
 
-def _load_own(
-    named: Mapping[str, OwnFunction], config: RewardConfig, server: RewardModelServer | None
-) -> dict[str, Any]:
+def _built(
+    named: Mapping[str, OwnFunction | None],
+    weights: Mapping[str, float],
+    config: RewardConfig,
+    server: RewardModelServer | None,
+) -> RewardMix:
+    """The rewards of these names as a mix; those without a function are this package's own or a server's."""
     offered = {} if server is None else server.offered
-    return {name: load_reward(function, config.timeout_s, offered) for name, function in named.items()}
+    # The user's own functions first: their faults show before an engine takes its time to load.
+    own = {name: load_reward(function, config.timeout_s, offered) for name, function in named.items() if function}
+    # The server loads its model while the user's functions load.
+    if server is not None:
+        server.wait()
+    functions = {name: own[name] if name in own else _builtin(name, config, server) for name in named}
+    return RewardMix(functions, weights, config.timeout_s, builtin=functions.keys() - own.keys())
 
 
-def _builtin(name: str, config: RewardConfig) -> Any:
-    """A reward of this package: one that is computed here, or by a server."""
+def _builtin(name: str, config: RewardConfig, server: RewardModelServer | None) -> Any:
     if name in config.remote:
         return RemoteReward(name, config.remote[name])
-    return load_builtin(name, getattr(config, name, None), config.num_workers)
+    options = getattr(config, name, None)
+    if name != "judge" or server is None:
+        return load_builtin(name, options, config.num_workers)
+    # A copy, since config.yaml would record the address, and the next run's server has another one.
+    judge = load_builtin(name, replace(config.judge, base_url=server.base_url))
+    config.judge.model = judge.config.model
+    return judge
 
 
 def _file_of(function: RewardFunction) -> str | None:

@@ -15,12 +15,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.config import OCRConfig
+from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.section import Check, NonNegativeInt, Section, one_of
 
 PIXELS_PER_CHARACTER = 8
 """The recogniser emits at most one character per 8 columns of its input."""
@@ -68,6 +69,36 @@ def text_similarity(text: str, target: str, *, contained_is_match: bool = False)
     except ImportError as error:
         raise ImportError(f"comparing texts needs rapidfuzz, which is not installed; {INSTALL}") from error
     return 1.0 - min(Levenshtein.distance(read, wanted), len(wanted)) / len(wanted)
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class OCRConfig(Section):
+    """How the reward ``ocr`` reads an image."""
+
+    section = "reward.ocr"
+
+    mode: Annotated[str, one_of(("recognition", "full"))] = "recognition"
+    """How an image is read. ``recognition`` takes it as it is for one line of text, which is right for small images
+    that hold little else. ``full`` finds the lines first and then reads them, for images of about 256 pixels and up:
+    the finder misses text in very small ones. It takes some 25 times as long."""
+
+    rec_image_shape: Annotated[
+        list[int],
+        Check(
+            lambda shape: len(shape) == 3 and shape[:2] == [3, 48] and shape[2] >= 8,
+            "give [3, 48, width] with a width of at least 8 pixels",
+        ),
+    ] = field(default_factory=lambda: [3, 48, 64])
+    """Channels, height and width in pixels of the recogniser's input, which takes 8 columns a character. A wider image
+    widens it."""
+
+    num_threads: NonNegativeInt = 0
+    """Number of threads that read images side by side. 0 stands for one per core this process may use, at most 8; in
+    each of ``reward.num_workers`` processes for one."""
+
+    contained_is_match: bool = False
+    """Score 1 for a reading that contains the whole target, whatever is around it, as in flow_grpo's image scorer."""
 
 
 class OCRReward:

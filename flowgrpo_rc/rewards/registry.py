@@ -1,10 +1,12 @@
-"""The built-in rewards by name.
+"""The built-in rewards by name, and the names that rewards may have.
 
-To add one, write it in a file of this folder and add a line to ``REWARDS``. Importing this loads no reward.
+To add a reward, write it in a file of this folder and add a line to ``REWARDS``. Importing this loads no reward.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from pkgutil import resolve_name
 from typing import Any
 
@@ -28,6 +30,36 @@ section of ``RewardConfig`` where there is one of the reward's name, otherwise w
 
 DEFAULT_REWARD = "ocr"
 """The reward of a run that names none, with weight 1."""
+
+STATISTICS = ("mean", "std", "max", "min", "group_std_mean", "zero_std_fraction")
+"""Metrics ``reward/...`` of the total, beside ``reward/<name>`` and ``reward/std/<name>`` of every function, which may
+have none of these names."""
+
+METRIC_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+"""Names that every tracker can store as one level of a metric's name."""
+
+
+def check_name(field_name: str, name: str, taken: Collection[str | None] = ()) -> None:
+    """Raise ``ValueError`` unless ``reward/<name>`` is a metric of its own, which every tracker can store.
+
+    Args:
+        taken: the names of other rewards.
+    """
+    if name in STATISTICS:
+        raise ValueError(
+            f"{field_name}: got {name!r}, but the run logs reward/{name} about the total; rename your function, or "
+            f"give it a second name in its file (my_{name} = {name})"
+        )
+    if not METRIC_NAME.fullmatch(name):
+        raise ValueError(
+            f"{field_name}: got {name!r}, which becomes the metric reward/{name}; give your function a name of "
+            "the letters a to z, digits and underscores"
+        )
+    if name in taken:
+        raise ValueError(
+            f"{field_name}: another reward is called {name!r} too; rename this one, so that their metrics can be told "
+            "apart"
+        )
 
 
 def load_builtin(name: str, options: Any = None, workers: int = 0) -> Any:

@@ -70,24 +70,28 @@ class PartialScoring:
         """The rewards of all ``images``; waits for those in the background, and scores the others by parts.
 
         Raises:
-            RewardError: see ``RewardMix``.
+            RewardError: see ``RewardMix``. Nothing more is scored then.
         """
-        # Part by part as in the background: functions that share a random generator draw in the same order.
-        while lacking := [name for name in self._parts if self._count[name] < len(images)]:
-            for name in lacking:
-                start = self._count[name]
-                # A function with a queue may be in the midst of a later batch.
-                self._submit(name, images[start : start + self._part], self._mix.queues.get(name), NOW)
-        scored = {}
-        # The background first: a function of this thread must not run beside one of the other.
-        for name, futures in self._parts.items():
-            # The first error is raised; those of later parts follow from it more often than not.
-            parts = [future.result() for future in futures]
-            check_parts(name, parts)
-            scored[name] = joined(parts)
-        for name in self._mix.functions:
-            if name not in scored:
-                scored[name] = self._score(name, images, slice(None))
+        try:
+            # Part by part as in the background: functions that share a random generator draw in the same order.
+            while lacking := [name for name in self._parts if self._count[name] < len(images)]:
+                for name in lacking:
+                    start = self._count[name]
+                    # A function with a queue may be in the midst of a later batch.
+                    self._submit(name, images[start : start + self._part], self._mix.queues.get(name), NOW)
+            scored = {}
+            # The background first: a function of this thread must not run beside one of the other.
+            for name, futures in self._parts.items():
+                # The first error is raised; those of later parts follow from it more often than not.
+                parts = [future.result() for future in futures]
+                check_parts(name, parts)
+                scored[name] = joined(parts)
+            for name in self._mix.functions:
+                if name not in scored:
+                    scored[name] = self._score(name, images, slice(None))
+        except BaseException:
+            self.abandon()
+            raise
         return self._mix.combine({name: scored[name] for name in self._mix.functions}, self._prompts)
 
     def abandon(self) -> None:
@@ -102,13 +106,11 @@ class PartialScoring:
         rows = slice(self._count[name], self._count[name] + len(images))
         self._count[name] = rows.stop
         work = partial(self._score, name, images, rows)
-        if queue is not None:
-            self._parts[name].append(queue.submit(urgency, work))
-            return
+        future: Future[Scores] = Future() if queue is None else queue.submit(urgency, work)
+        self._parts[name].append(future)
         # In this thread an error is raised at once, before the next function is called.
-        done: Future[Scores] = Future()
-        done.set_result(work())
-        self._parts[name].append(done)
+        if queue is None:
+            future.set_result(work())
 
     def _score(self, name: str, images: np.ndarray, rows: slice) -> Scores:
         begin = time.perf_counter()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import inspect
+import linecache
 import signal
 import sys
 import threading
@@ -22,7 +23,8 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
-from flowgrpo_rc.rewards.errors import RewardError, describe_exception, describe_place
+from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.rewards.errors import RewardError, shortened
 
 TIMEOUT_FIELD = "reward.timeout_s"
 
@@ -63,6 +65,8 @@ class UserCode:
     def run(self, function: Callable[..., Any], *args: Any, passing: type[Exception] | tuple[()] = ()) -> Any:
         """``function(*args)``, with gradient mode, default dtype and default device of torch restored afterwards.
 
+        The default dtype, which all threads share, is restored in the main thread alone.
+
         Args:
             passing: an exception of our own checks, which is raised unchanged.
 
@@ -77,21 +81,36 @@ class UserCode:
         except passing:
             raise
         except Overrun as overrun:
-            raise self.error(self._overrun_message(overrun)) from None
+            levels = [*walk_tb(overrun.__traceback__)][::-1]
+            place, line = self._place([*levels, *((frame, frame.f_lineno) for frame in overrun.frames)])
+            raise self.error(
+                f"{self.what} did not return within {TIMEOUT_FIELD}={self.timeout_s:g} s; it was{place} ({line}). Mend "
+                f"it, or for a slow one raise {TIMEOUT_FIELD} (null for no limit)"
+            ) from None
         except KeyboardInterrupt:
             raise
         # SystemExit, CancelledError and the like are no Exceptions.
         except BaseException as error:
-            place = describe_exception(error, self.file)
-            raise self.error(f"{self.what} raised {place}{_remedy(error)}") from error
+            raise self.error(f"{self.what} raised {self._described(error)}{_remedy(error)}") from error
 
-    def _overrun_message(self, overrun: Overrun) -> str:
-        waiting = [(frame, frame.f_lineno) for frame in overrun.frames]
-        place = describe_place([*reversed([*walk_tb(overrun.__traceback__)]), *waiting], self.file, quote=True)
-        return (
-            f"{self.what} did not return within {TIMEOUT_FIELD}={self.timeout_s:g} s; it was"
-            f"{place or ' at an unknown place'}. Mend it, or for a slow one raise {TIMEOUT_FIELD} (null for no limit)"
-        )
+    def _described(self, error: BaseException) -> str:
+        """``KeyError: 'gone' at /home/me/mine.py:12, in compute_score``: type, text and place of an exception."""
+        name = type(error).__name__
+        text = one_line(error)
+        described = name if text == name else f"{name}: {shortened(text)}"
+        # The traceback of a syntax error ends in the import, not in the line.
+        if isinstance(error, SyntaxError) and error.filename and error.lineno:
+            return f"{described} at {error.filename}:{error.lineno}"
+        # The outermost level is this package's call itself.
+        levels = list(walk_tb(error.__traceback__))[:0:-1]
+        return described + (self._place(levels)[0] if levels else "")
+
+    def _place(self, levels: Sequence[tuple[FrameType, int]]) -> tuple[str, str]:
+        """`` at FILE:LINE, in FUNCTION`` and that line: the innermost level in the user's file, or else of all."""
+        # A fault inside a library is the user's to find from the line that calls it.
+        frame, number = next((level for level in levels if level[0].f_code.co_filename == self.file), levels[0])
+        path = frame.f_code.co_filename
+        return f" at {path}:{number}, in {frame.f_code.co_name}", linecache.getline(path, number).strip()
 
 
 def _remedy(error: BaseException) -> str:
@@ -106,8 +125,6 @@ def _remedy(error: BaseException) -> str:
         return "; images are handed over read-only: work on a copy, images.copy()"
     return ""
 
-
-# ---------------------------------------------------------------------- the deadline
 
 _lock = threading.Lock()
 _due: dict[object, float] = {}
@@ -148,19 +165,15 @@ def _interrupt_after(seconds: float) -> Iterator[None]:
             raise Overrun
 
     previous = signal.signal(signal.SIGALRM, interrupt)
-    begin = time.monotonic()
-    remaining = 0.0
     try:
-        remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             yield
         finally:
             # The timer may run out between any two lines, also of what follows; it must not interrupt that.
             calling = False
     finally:
-        # The timer of a call around this one goes on; 0 would turn it off.
-        left = max(remaining - (time.monotonic() - begin), 1e-3) if remaining else 0.0
-        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
 
 
@@ -179,9 +192,6 @@ def _set_fault_handler(call: object, seconds: float | None) -> None:
             faulthandler.dump_traceback_later(wait_s, exit=True, file=2)
 
 
-# ---------------------------------------------------------------------- torch's settings
-
-
 @contextmanager
 def _torch_settings_restored() -> Iterator[None]:
     """Restore gradient mode, default dtype and default device; training would go on with the function's."""
@@ -195,14 +205,13 @@ def _torch_settings_restored() -> Iterator[None]:
     try:
         yield
     finally:
+        # A background thread would undo the change of another thread's function, in the midst of its call.
+        if threading.current_thread() is threading.main_thread():
+            torch.set_default_dtype(dtype)
         torch.set_grad_enabled(gradients)
-        torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             # None for the CPU: with any default device, the CPU too, torch intercepts every factory function.
             torch.set_default_device(None if device.type == "cpu" else device)
-
-
-# ---------------------------------------------------------------------- coroutines
 
 
 @cache

@@ -77,7 +77,12 @@ class WorkerReward:
         # A thread waits for each answer; the work is done in the processes.
         try:
             with ThreadPoolExecutor(len(self._workers)) as threads:
-                return list(threads.map(call, self._workers, arguments))
+                try:
+                    return list(threads.map(call, self._workers, arguments))
+                except (KeyboardInterrupt, SystemExit):
+                    # The threads wait for their processes, and leaving them waits for the threads.
+                    self.close()
+                    raise
         except ProcessLostError as error:
             raise RuntimeError(f"a worker process of the reward {self._name!r} {error}") from error
         except RemoteError as error:

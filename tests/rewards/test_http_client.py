@@ -21,8 +21,7 @@ from tests_support import wait_until
 
 from flowgrpo_rc.rewards import http_client as module
 from flowgrpo_rc.rewards.errors import RewardError
-from flowgrpo_rc.rewards.http_client import Request, ServerError, parse_json, send_all
-from flowgrpo_rc.rewards.http_options import HTTPOptions, check_url
+from flowgrpo_rc.rewards.http_client import HTTPOptions, Request, ServerError, check_url, parse_json, send_all
 
 SECRET = "sk-verySecret0123456789"
 ESCAPED = "".join(f"\\u{ord(letter):04x}" for letter in SECRET).encode()

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from flowgrpo_rc.rewards.judge.chat import read_answer, read_models
-from flowgrpo_rc.rewards.judge.config import JudgeConfig, JudgeQuestion
-from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer, Wanted
+from flowgrpo_rc.rewards.judge.config import JudgeConfig, JudgeQuestion, target_text
+from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer
 from flowgrpo_rc.rewards.judge.reward import weighted_mean
-from flowgrpo_rc.rewards.judge.wording import fill, target_text
 
 THREE = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
 
@@ -27,7 +26,7 @@ THREE = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5)
     ],
 )
 def test_score(text, scale, score):
-    assert PARSERS["score"](Answer(text), Wanted(scale=scale)) == pytest.approx(score, abs=1e-12)
+    assert PARSERS["score"].read(Answer(text), scale, "") == pytest.approx(score, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ def test_score(text, scale, score):
     [("Final Score: 4", 0.8), ("**Final Score:** 3.5", 0.7), ("final score:1 ... Final Score: 5", 1.0)],
 )
 def test_unified_reward_1_5(text, score):
-    assert PARSERS["unified_reward_1_5"](Answer(text), Wanted()) == pytest.approx(score, abs=1e-12)
+    assert PARSERS["unified_reward_1_5"].read(Answer(text), 5.0, "") == pytest.approx(score, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_unified_reward_1_5(text, score):
     ],
 )
 def test_unified_reward_2(text, score):
-    assert PARSERS["unified_reward_2"](Answer(text), Wanted()) == pytest.approx(score, abs=1e-12)
+    assert PARSERS["unified_reward_2"].read(Answer(text), 5.0, "") == pytest.approx(score, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_unified_reward_2(text, score):
 )
 def test_yes_no(tokens, score):
     answer = Answer("Yes", [(token, math.log(p)) for token, p in tokens.items()])
-    assert PARSERS["yes_no"](answer, Wanted()) == pytest.approx(score, rel=1e-12)
+    assert PARSERS["yes_no"].read(answer, 5.0, "") == pytest.approx(score, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_yes_no(tokens, score):
     ],
 )
 def test_ocr(text, target, score):
-    assert PARSERS["ocr"](Answer(text), Wanted(target=target)) == pytest.approx(score, abs=1e-12)
+    assert PARSERS["ocr"].read(Answer(text), 5.0, target) == pytest.approx(score, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +91,13 @@ def test_ocr(text, target, score):
 )
 def test_what_cannot_be_read_is_an_error(parser, text, why):
     with pytest.raises(UnreadableAnswer, match=why):
-        PARSERS[parser](Answer(text), Wanted())
+        PARSERS[parser].read(Answer(text), 5.0, "")
 
 
 @pytest.mark.parametrize("tokens", [None, [], [("Maybe", -0.1)]])
 def test_neither_yes_nor_no(tokens):
     with pytest.raises(UnreadableAnswer, match="neither Yes nor No"):
-        PARSERS["yes_no"](Answer("Maybe", tokens), Wanted())
+        PARSERS["yes_no"].read(Answer("Maybe", tokens), 5.0, "")
 
 
 def test_what_a_model_thinks_first_is_passed_over():
@@ -168,13 +167,13 @@ def test_means():
 def test_placeholders():
     question = JudgeQuestion(question='{"a": 1} {prompt} has {count} of {target}? {prompt}', parser="score")
     row = {"count": 3, "prompt": "not this"}
-    words, target = fill(question, 'a {count} "42"', row, "p.jsonl:1")
+    words, target = question.fill('a {count} "42"', row, "p.jsonl:1")
     assert words == '{"a": 1} a {count} "42" has 3 of 42? a {count} "42"'
     assert target == "42"
     with pytest.raises(ValueError, match=r"^p\.jsonl:1 has no count, which the judge's question 'score' asks about"):
-        fill(question, 'a "42"', {"count": None}, "p.jsonl:1")
+        question.fill('a "42"', {"count": None}, "p.jsonl:1")
     with pytest.raises(ValueError, match=r"^p\.jsonl:1: 'none' has no text in double quotes and no column"):
-        fill(question, "none", row, "p.jsonl:1")
+        question.fill("none", row, "p.jsonl:1")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from test_reward_run import TINY, rows
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rewards import RewardConfig, build_reward
 from flowgrpo_rc.rewards.reward_model import server as server_module
-from flowgrpo_rc.rewards.reward_model import sharing
 from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 
 pytestmark = pytest.mark.process
@@ -217,11 +216,11 @@ def test_processes_of_one_launcher_share_a_server(notes, monkeypatch):
 def test_an_address_that_a_killed_run_left_behind_is_not_taken(monkeypatch):
     with monkeypatch.context() as before:
         before.setattr(os, "getpid", lambda: 2**22 + 1)
-        sharing.write_address("127.0.0.1:9")
+        server_module.write_address("127.0.0.1:9")
     with pytest.raises(ValueError, match=r"the first process of the run did not start its server within 0.2 s"):
-        sharing.wait_for_address(0.2)
-    sharing.write_address("127.0.0.1:8000")
-    assert sharing.wait_for_address(0.2) == "127.0.0.1:8000"
+        server_module.wait_for_address(0.2)
+    server_module.write_address("127.0.0.1:8000")
+    assert server_module.wait_for_address(0.2) == "127.0.0.1:8000"
 
 
 FUNCTION = """

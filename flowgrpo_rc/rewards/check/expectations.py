@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 
 from flowgrpo_rc.rewards.config import RewardConfig
-from flowgrpo_rc.rewards.judge.wording import placeholders, wants_target
 
 PROMPT = "prompt"
 """A picture scores higher with its own prompt than with those of others."""
@@ -62,7 +61,7 @@ def expectation(name: str, config: RewardConfig) -> Expectation | None:
     questions = config.judge.questions
     return replace(
         known,
-        pictures="numbers" if any(map(wants_target, questions)) else known.pictures,
-        columns=frozenset[str]().union(*map(placeholders, questions)),
+        pictures="numbers" if any(question.wants_target for question in questions) else known.pictures,
+        columns=frozenset[str]().union(*(question.placeholders for question in questions)),
         order=REFERENCE if any(question.references for question in questions) else known.order,
     )

@@ -14,15 +14,12 @@ from PIL import Image
 from flowgrpo_rc.messages import printable
 from flowgrpo_rc.rewards.http_client import parse_json
 from flowgrpo_rc.rewards.judge.config import JudgeConfig, JudgeQuestion
-from flowgrpo_rc.rewards.judge.parsers import Answer
-from flowgrpo_rc.rewards.judge.questions import FORMS
+from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer
 from flowgrpo_rc.rewards.remote import images
 
 JPEG_QUALITY = 95
 TOP_LOGPROBS = 20
 """Number of the likeliest first tokens in an answer; servers give no more by default."""
-CUT_OFF = ("length", "content_filter")
-"""Values of ``finish_reason`` of an incomplete answer."""
 REPEATED = 2000
 """Most characters of an unreadable answer in the second request."""
 
@@ -37,23 +34,6 @@ def encode(image: np.ndarray, config: JudgeConfig) -> bytes:
     return images.encode(image, config.image_format, JPEG_QUALITY)
 
 
-def parameters(question: JudgeQuestion, config: JudgeConfig) -> dict[str, Any]:
-    """Everything in a request except the messages."""
-    one_token = question.parser == "yes_no"
-    # A probability needs no second token, and one token is the fastest answer.
-    request: dict[str, Any] = {
-        "model": config.model,
-        "temperature": config.temperature,
-        "max_tokens": question.max_tokens or (1 if one_token else config.max_tokens),
-    }
-    # Not sent as null, which servers refuse.
-    if config.seed is not None:
-        request["seed"] = config.seed
-    if one_token:
-        request |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
-    return request | dict(config.extra_body)
-
-
 def body(
     words: str, files: Sequence[bytes], question: JudgeQuestion, config: JudgeConfig, unreadable: str | None
 ) -> bytes:
@@ -61,13 +41,21 @@ def body(
     urls = [f"data:image/{config.image_format};base64,{base64.b64encode(file).decode()}" for file in files]
     # The images before the words, as in the examples of Qwen-VL.
     content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    content.append({"type": "text", "text": words})
-    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [*content, {"type": "text", "text": words}]}]
     # The judge sees its own answer: a bare repetition would give the same one at temperature 0.
     if unreadable is not None:
         messages.append({"role": "assistant", "content": unreadable[:REPEATED]})
-        messages.append({"role": "user", "content": FORMS[question.parser].again})
-    return json.dumps({**parameters(question, config), "messages": messages}).encode()
+        messages.append({"role": "user", "content": PARSERS[question.parser].again})
+    one_token = question.parser == "yes_no"
+    # A probability needs no second token, and one token is the fastest answer.
+    max_tokens = question.max_tokens or (1 if one_token else config.max_tokens)
+    request = {"model": config.model, "temperature": config.temperature, "max_tokens": max_tokens}
+    # Not sent as null, which servers refuse.
+    if config.seed is not None:
+        request["seed"] = config.seed
+    if one_token:
+        request |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
+    return json.dumps({**request, **config.extra_body, "messages": messages}).encode()
 
 
 def read_answer(text: bytes) -> Answer:
@@ -80,7 +68,7 @@ def read_answer(text: bytes) -> Answer:
     try:
         choice = answer["choices"][0]
         words = choice["message"]["content"]
-        complete = words is not None and choice.get("finish_reason") not in CUT_OFF
+        complete = words is not None and choice.get("finish_reason") not in ("length", "content_filter")
         # A model that thinks first may show it. If it never stops, all of its words are thoughts.
         words = re.sub(r"^.*</think>", "", words or "", flags=re.DOTALL).strip()
     except (KeyError, IndexError, TypeError):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from flowgrpo_rc.checks import show
 from flowgrpo_rc.field_docs import documented_fields
-from flowgrpo_rc.rewards.http_options import HTTPOptions, check_url, own_fields_first
-from flowgrpo_rc.rewards.judge.questions import FORMS
-from flowgrpo_rc.rewards.names import METRIC_NAME
+from flowgrpo_rc.rewards.forms import ground_truth
+from flowgrpo_rc.rewards.http_client import HTTPOptions, check_url
+from flowgrpo_rc.rewards.judge.parsers import PARSERS
+from flowgrpo_rc.rewards.ocr import quoted_target
+from flowgrpo_rc.rewards.registry import METRIC_NAME
 from flowgrpo_rc.section import (
     NonNegativeFloat,
     PositiveFloat,
@@ -24,8 +27,7 @@ from flowgrpo_rc.section import (
 )
 
 SECTION = "reward.judge"
-MEANS = ("arithmetic", "geometric")
-IMAGE_FORMATS = ("png", "jpeg")
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 FreeKeys = Annotated[Any, Read(read_mapping("a mapping of keys to values, e.g. {top_p: 0.8}"))]
 
 
@@ -36,7 +38,7 @@ class JudgeQuestion(Section):
 
     section = f"{SECTION}.questions"
 
-    parser: Annotated[str, one_of(FORMS)] = "yes_no"
+    parser: Annotated[str, one_of(PARSERS)] = "yes_no"
     """Parser that makes a score between 0 and 1 of the answer: ``score``, ``unified_reward_1_5``,
     ``unified_reward_2``, ``yes_no`` or ``ocr``."""
 
@@ -80,7 +82,52 @@ class JudgeQuestion(Section):
     @property
     def words(self) -> str:
         """The question before its placeholders are filled."""
-        return self.question or FORMS[self.parser].question
+        return self.question or PARSERS[self.parser].question
+
+    @property
+    def placeholders(self) -> set[str]:
+        """The names in braces in the question."""
+        return set(_PLACEHOLDER.findall(self.words))
+
+    @property
+    def wants_target(self) -> bool:
+        """True for a question about the text that the image should show."""
+        return self.parser == "ocr" or "target" in self.placeholders
+
+    def fill(self, prompt: str, row: Mapping[str, Any], where: str) -> tuple[str, str]:
+        """The question about the image of one prompt, and the text that the image should show (empty if not needed).
+
+        Args:
+            row: the prompt's other columns.
+            where: the beginning of messages.
+
+        Raises:
+            ValueError: the prompt or its row of the prompt file lacks what the question needs.
+        """
+        target = target_text(prompt, row) if self.wants_target else ""
+        if target is None:
+            raise ValueError(
+                f"{where}: {prompt!r} has no text in double quotes and no column ground_truth, which the judge's "
+                f'question {self.name!r} needs; write the wanted text in quotes, as in: a sign that says "42"'
+            )
+        # The two names come last, so that no column of the same name hides them.
+        values: dict[str, Any] = {**row, "prompt": prompt, "target": target}
+        lacking = sorted(name for name in self.placeholders if not isinstance(values.get(name), str | int | float))
+        if lacking:
+            raise ValueError(
+                f"{where} has no {', '.join(lacking)}, which the judge's question {self.name!r} asks about; add it as "
+                "a column of a .parquet or .jsonl file, of text or numbers"
+            )
+        # In one pass, so that braces in a prompt stay as they are.
+        return _PLACEHOLDER.sub(lambda found: str(values[found[1]]), self.words), target
+
+
+def target_text(prompt: str, row: Mapping[str, Any]) -> str | None:
+    """The text that an image should show: the row's ground truth if that is text, or the prompt's text in double
+    quotes. None without either."""
+    # Other data sets hold numbers or lists in the column, which no transcript is compared with.
+    truth = ground_truth(row)
+    return truth if isinstance(truth, str) and truth.strip() else quoted_target(prompt)
 
 
 def read_questions(questions: Any) -> list[JudgeQuestion]:
@@ -108,7 +155,6 @@ def read_questions(questions: Any) -> list[JudgeQuestion]:
 
 
 @documented_fields
-@own_fields_first
 @dataclass(kw_only=True, slots=True)
 class JudgeConfig(HTTPOptions):
     """The vision language model of the reward ``judge``, its server and its questions."""
@@ -127,7 +173,7 @@ class JudgeConfig(HTTPOptions):
     """Questions about each image: a list of mappings with the keys of ``JudgeQuestion``. The name of a parser is short
     for that parser with its own question, as in ``[ocr]``."""
 
-    mean: Annotated[str, one_of(MEANS)] = "arithmetic"
+    mean: Annotated[str, one_of(("arithmetic", "geometric"))] = "arithmetic"
     """Mean that makes one score of several questions, weighted: ``arithmetic`` or ``geometric``. The latter is 0 if one
     of the scores is."""
 
@@ -146,7 +192,7 @@ class JudgeConfig(HTTPOptions):
     image_size: PositiveInt | None = None
     """Longest side in pixels of the images that are sent; null sends them as they are."""
 
-    image_format: Annotated[str, one_of(IMAGE_FORMATS)] = "png"
+    image_format: Annotated[str, one_of(("png", "jpeg"))] = "png"
     """File format of the images: ``png``, which keeps every pixel, or ``jpeg``, which is smaller."""
 
     cache: bool = False

@@ -6,9 +6,8 @@ import hashlib
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +17,7 @@ from flowgrpo_rc.rewards.errors import brief_repr
 from flowgrpo_rc.rewards.http_client import Request, ServerError, send_all
 from flowgrpo_rc.rewards.judge import chat
 from flowgrpo_rc.rewards.judge.config import SECTION, JudgeConfig, JudgeQuestion
-from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer, Wanted
-from flowgrpo_rc.rewards.judge.wording import fill, placeholders
+from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer
 
 REFERENCES = "images"
 """The key of ``metadata`` that holds a prompt's reference images."""
@@ -29,8 +27,7 @@ _ENCODERS = 4
 """Threads that encode images."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Query:
+class _Query(NamedTuple):
     """One question about one image of a batch."""
 
     question: JudgeQuestion
@@ -42,8 +39,7 @@ class _Query:
     """Sample, prompt and question, for messages."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
+class _Verdict(NamedTuple):
     """The answer to a query."""
 
     score: float
@@ -86,7 +82,7 @@ class JudgeReward:
             self.config.model = self._served_model(tries)
             # The score is not used; a plain image is small to send.
             blank = np.full((1, 256, 256, 3), 255, np.uint8)
-            row: dict[str, Any] = {name: name for question in self.config.questions for name in placeholders(question)}
+            row: dict[str, Any] = {name: name for question in self.config.questions for name in question.placeholders}
             row[REFERENCES] = [blank[0]]
             self._judge(self._queries(blank, ['a blank sheet "blank"'], [row], sample="blank image"), tries)
         except ServerError as error:
@@ -133,7 +129,7 @@ class JudgeReward:
         for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             where = f"prompt {index}" if sources is None else sources[index]
             for question in self.config.questions:
-                fill(question, prompt, row, where)
+                question.fill(prompt, row, where)
                 _references(question, row, where)
 
     def _served_model(self, tries: int) -> str:
@@ -171,7 +167,7 @@ class JudgeReward:
         for index, (prompt, row, file) in enumerate(zip(prompts, rows, files, strict=True)):
             where = f"{sample} {index}, prompt {brief_repr(prompt)}"
             for question in self.config.questions:
-                words, target = fill(question, prompt, row, where)
+                words, target = question.fill(prompt, row, where)
                 shown = [self._reference_file(one, encoded) for one in _references(question, row, where)]
                 queries.append(_Query(question, words, target, (*shown, file), f"{where}, question {question.name!r}"))
         return queries
@@ -188,29 +184,27 @@ class JudgeReward:
         """The verdicts, in order. An answer that cannot be read is followed by a second request."""
         began_at = time.monotonic()
         # By place without the cache: equal images are judged each for itself, since answers vary.
-        keys: list[Hashable] = list(range(len(queries)))
-        if self.config.cache:
-            keys = [self._key(query) for query in queries]
+        keys: list[Hashable] = [self._key(one) for one in queries] if self.config.cache else list(range(len(queries)))
         # A copy: the cache keeps nothing of a batch that fails.
         known = dict(self._cache)
         pending = {key: query for key, query in zip(keys, queries, strict=True) if key not in known}
-        answers = self._send(pending, {}, tries, began_at)
         unreadable: dict[Hashable, str] = {}
-        for key, answer in answers.items():
-            try:
-                known[key] = _read(pending[key], answer)
-            except UnreadableAnswer:
-                unreadable[key] = answer.text
-        again = {key: pending[key] for key in unreadable}
-        for key, answer in self._send(again, unreadable, tries, began_at).items():
-            try:
-                known[key] = _read(pending[key], answer)
-            except UnreadableAnswer as error:
-                raise ServerError(
-                    f"{self.config.model} at {self._url} gave no answer that the parser "
-                    f"{pending[key].question.parser!r} can read, asked twice, for {pending[key].where}: {error}; it "
-                    f"said {brief_repr(answer.text)}"
-                ) from None
+        for is_last in (False, True):
+            answers = self._send(pending, unreadable, tries, began_at)
+            unreadable = {}
+            for key, answer in answers.items():
+                try:
+                    known[key] = _read(pending[key], answer)
+                except UnreadableAnswer as error:
+                    unreadable[key] = answer.text
+                    if is_last:
+                        query = pending[key]
+                        raise ServerError(
+                            f"{self.config.model} at {self._url} gave no answer that the parser "
+                            f"{query.question.parser!r} can read, asked twice, for {query.where}: {error}; it said "
+                            f"{brief_repr(answer.text)}"
+                        ) from None
+            pending = {key: pending[key] for key in unreadable}
         if self.config.cache:
             self._cache = known
         return [known[key] for key in keys]
@@ -276,5 +270,4 @@ def _read(query: _Query, answer: Answer) -> _Verdict:
     # A request of yes_no limits the answer to one token, so that every answer to it is cut off.
     if not answer.complete and parser != "yes_no":
         raise UnreadableAnswer("it was refused, or cut off at its length limit (max_tokens) or within its thoughts")
-    wanted = Wanted(scale=query.question.scale, target=query.target)
-    return _Verdict(PARSERS[parser](answer, wanted), answer.text)
+    return _Verdict(PARSERS[parser].read(answer, query.question.scale, query.target), answer.text)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from flowgrpo_rc.checks import show
 from flowgrpo_rc.field_docs import documented_fields
-from flowgrpo_rc.rewards.http_options import HTTPOptions, check_url, own_fields_first
+from flowgrpo_rc.rewards.http_client import HTTPOptions, check_url
 from flowgrpo_rc.rewards.remote.images import FORMATS
 from flowgrpo_rc.rewards.remote.protocols import PROTOCOLS
 from flowgrpo_rc.section import PositiveFloat, PositiveInt, Problems, complaints, convert, one_of
@@ -17,7 +17,6 @@ SECTION = "reward.remote"
 
 
 @documented_fields
-@own_fields_first
 @dataclass(kw_only=True, slots=True)
 class RemoteConfig(HTTPOptions):
     """One reward server. Its section's name is a name of your choice, which ``reward.functions`` gives a weight."""
@@ -72,13 +71,11 @@ def remote_scorers(value: Any) -> dict[str, RemoteConfig]:
         Problems: servers' sections cannot be used; messages begin with a server's name.
         ValueError: ``value`` is no mapping.
     """
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
+    if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"got {show(value)}; give servers by name, e.g. {SECTION}.geneval.url=http://...")
     servers: dict[str, RemoteConfig] = {}
     found: list[str] = []
-    for name, entry in value.items():
+    for name, entry in (value or {}).items():
         try:
             servers[str(name)] = convert(RemoteConfig, entry)
         except Problems as error:

@@ -2,7 +2,7 @@
 
 ``pickle.loads`` runs whatever a pickle names. ``loads`` returns lists, dicts with text keys, texts, bytes, numbers and
 numpy arrays of numbers or texts as lists, and refuses everything else. The instructions are checked before the first
-one runs, and numpy's functions are replaced by those of ``_REPLACED``.
+one runs, and numpy's functions are replaced by those of ``_Unpickler``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def loads(data: bytes) -> Any:
             if count >= MOST_INSTRUCTIONS:
                 raise PickleError(f"the pickle has more than {MOST_INSTRUCTIONS} instructions")
         # Depth and size can only be counted now, since a list may be put into itself after it was built.
-        return _Plain(len(data)).of(_Unpickler(io.BytesIO(data)).load(), 0)
+        return _Plain().of(_Unpickler(data).load())
     except PickleError:
         raise
     # Instructions may come in any order, so each of them can fail in its own way.
@@ -81,6 +81,18 @@ class _Unpickler(pickle._Unpickler):
     stack: list[Any]
     append: Callable[[Any], None]
 
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._bytes_left = len(data)
+        # numpy 1 has the functions in ``numpy.core``, numpy 2 in ``numpy._core``.
+        self._replaced: dict[str, Any] = {
+            "numpy.dtype": _Dtype,
+            "numpy.ndarray": None,  # only ever an argument of ``_reconstruct``
+            "multiarray._reconstruct": lambda *_: _Array(self._values),
+            "multiarray.scalar": lambda dtype, raw: self._values((), dtype, False, raw),
+            "numeric._frombuffer": lambda raw, dtype, shape, order: self._values(shape, dtype, order == "F", raw),
+        }
+
     def load_empty_dict(self) -> None:
         # SETITEM and SETITEMS assign to this one item by item.
         self.append(_TextKeys())
@@ -97,9 +109,26 @@ class _Unpickler(pickle._Unpickler):
         # A fixed table and no import, so that a module's other functions stay out of reach.
         parts = module.split(".")
         key = f"{parts[-1]}.{name}"
-        if parts[0] != "numpy" or len(parts) > 3 or key not in _REPLACED:
+        if parts[0] != "numpy" or len(parts) > 3 or key not in self._replaced:
             raise PickleError(f"the pickle names {f'{module}.{name}'[:100]}, which is not loaded; only plain data is")
-        return _REPLACED[key]
+        return self._replaced[key]
+
+    def _values(self, shape: Any, dtype: Any, fortran: Any, raw: Any) -> Any:
+        """The data of an array as nested lists of Python's numbers or texts; one of them for a scalar."""
+        if type(dtype) is not _Dtype or type(raw) not in (bytes, bytearray) or type(shape) is not tuple:
+            raise PickleError("the pickle has a numpy array in an unknown form")
+        # Rare, and another order of the same bytes.
+        if fortran:
+            raise PickleError("the pickle has a numpy array in Fortran's order; send it in C's")
+        # Before the product, which Python computes in full for integers of any size.
+        sized = len(shape) <= DEEPEST and all(type(length) is int and 0 <= length <= MOST_VALUES for length in shape)
+        if not sized or math.prod(shape) > MOST_VALUES or math.prod(shape) * dtype.numpy.itemsize != len(raw):
+            raise PickleError(f"the pickle has a numpy array whose shape does not fit its {len(raw)} bytes")
+        # A pickle may refer to the same bytes any number of times.
+        self._bytes_left -= len(raw)
+        if self._bytes_left < 0:
+            raise PickleError("the pickle's numpy arrays hold more bytes than the pickle itself")
+        return np.frombuffer(raw, dtype.numpy).reshape(shape).tolist() if raw else []
 
 
 class _Dtype:
@@ -123,66 +152,25 @@ class _Dtype:
 class _Array:
     """Stands for a numpy array, whose data follow as its state."""
 
-    state: Any = None
     values: Any = None
 
+    def __init__(self, read: Callable[..., Any]) -> None:
+        self._read = read
+
     def __setstate__(self, state: Any) -> None:
-        # Decoded later, within a budget: a pickle may refer to the same bytes any number of times.
-        _version, *self.state = state
-
-
-def _array(*state: Any) -> _Array:
-    array = _Array()
-    array.state = state
-    return array
-
-
-def _values(shape: Any, dtype: Any, fortran: Any, raw: Any) -> Any:
-    """The data of an array as nested lists of Python's numbers or texts; one of them for a scalar."""
-    if type(dtype) is not _Dtype or type(raw) not in (bytes, bytearray) or type(shape) is not tuple:
-        raise PickleError("the pickle has a numpy array in an unknown form")
-    # Rare, and another order of the same bytes.
-    if fortran:
-        raise PickleError("the pickle has a numpy array in Fortran's order; send it in C's")
-    # Before the product, which Python computes in full for integers of any size.
-    sized = len(shape) <= DEEPEST and all(type(length) is int and 0 <= length <= MOST_VALUES for length in shape)
-    if not sized or math.prod(shape) > MOST_VALUES or math.prod(shape) * dtype.numpy.itemsize != len(raw):
-        raise PickleError(f"the pickle has a numpy array whose shape does not fit its {len(raw)} bytes")
-    return np.frombuffer(raw, dtype.numpy).reshape(shape).tolist() if raw else []
-
-
-_REPLACED = {
-    "numpy.dtype": _Dtype,
-    "numpy.ndarray": None,  # only ever an argument of ``_reconstruct``
-    "multiarray._reconstruct": lambda *_: _Array(),
-    "multiarray.scalar": lambda dtype, raw: _array((), dtype, False, raw),
-    "numeric._frombuffer": lambda raw, dtype, shape, order: _array(shape, dtype, order == "F", raw),
-}
-"""Replacements of numpy's functions. numpy 1 has them in ``numpy.core``, numpy 2 in ``numpy._core``."""
+        _version, *content = state
+        self.values = self._read(*content)
 
 
 class _Plain:
-    """Copies unpickled data and counts it."""
+    """Copies unpickled data and counts it: a list may hold itself, or another one many times."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._count = 0
-        self._bytes_left = most_bytes
-        """Bytes of arrays that may still be decoded: no more than the pickle has."""
+    count = 0
 
-    def _decoded(self, array: _Array) -> Any:
-        # Once for each array; its values are counted wherever it stands.
-        if array.values is None and array.state is not None:
-            shape, dtype, fortran, raw = array.state
-            self._bytes_left -= len(raw) if isinstance(raw, bytes | bytearray) else 0
-            if self._bytes_left < 0:
-                raise PickleError("the pickle's numpy arrays hold more bytes than the pickle itself")
-            array.values = _values(shape, dtype, fortran, raw)
-        return array.values
-
-    def of(self, value: Any, depth: int) -> Any:
+    def of(self, value: Any, depth: int = 0) -> Any:
         """``value`` as plain data, which is ``depth`` levels below the top."""
-        self._count += 1
-        if self._count > MOST_VALUES:
+        self.count += 1
+        if self.count > MOST_VALUES:
             raise PickleError(f"the pickle holds more than {MOST_VALUES} values")
         if depth > DEEPEST:
             raise PickleError(f"the pickle holds more than {DEEPEST} levels of lists and dicts")
@@ -194,5 +182,5 @@ class _Plain:
             case dict():
                 return {key: self.of(item, depth + 1) for key, item in value.items()}
             case _Array():
-                return self.of(self._decoded(value), depth)
+                return self.of(value.values, depth)
         raise PickleError(f"the pickle holds a {type(value).__name__.strip('_').lower()} where data is expected")

@@ -25,7 +25,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -77,53 +77,79 @@ class JsonProtocol:
     def write_request(self, request: Request) -> bytes:
         images = [_to_base64(data) for data in request.files]
         rows = [_with_files(row, lambda data: {"base64": _to_base64(data)}) for row in request.metadata]
-        return _to_json({"images": images, "prompts": request.prompts, "metadata": rows})
+        return self._write({"images": images, "prompts": request.prompts, "metadata": rows})
 
     def read_request(self, body: bytes) -> Request:
-        content = _mapping("the request", parse_json(body))
-        files = [_from_base64(f"images[{index}]", text) for index, text in enumerate(_list(content, "images"))]
-        request = _request(files, content)
-        rows = [_with_references(row, f"metadata[{index}]") for index, row in enumerate(request.metadata)]
-        return replace(request, metadata=rows)
+        content = _mapping("the request", self._read(body))
+        files = [self._file(f"images[{index}]", value) for index, value in enumerate(_list(content, "images"))]
+        prompts = _list(content, "prompts")
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise ProtocolError("prompts must be a list of texts")
+        # verl-omni's client sends an empty dict in place of the list.
+        metadata = content.get("metadata") or [{} for _ in files]
+        if not isinstance(metadata, list) or not all(isinstance(row, dict) for row in metadata):
+            raise ProtocolError("metadata must be a list of objects, one for each image, or be left out")
+        if not len(files) == len(prompts) == len(metadata):
+            raise ProtocolError(
+                f"there are {len(files)} images, {len(prompts)} prompts and {len(metadata)} rows of metadata; give "
+                "equally many"
+            )
+        rows = [_with_references(row, f"metadata[{index}]") for index, row in enumerate(metadata)]
+        return Request(files=files, prompts=prompts, metadata=rows)
 
     def write_answer(self, answer: Answer) -> bytes:
-        return _to_json({"scores": np.asarray(answer.scores).tolist(), "info": _plain(answer.info)})
+        return self._write({"scores": np.asarray(answer.scores).tolist(), "info": _plain(answer.info)})
 
     def write_error(self, words: str) -> bytes:
-        return _to_json({"error": words})
+        return self._write({"error": words})
 
     def read_answer(self, body: bytes) -> Answer:
         """Raises ``ServerRefusal`` with the server's words."""
-        return _scores_and_info(parse_json(body))
+        content = _mapping("the answer", self._read(body))
+        if "error" in content:
+            raise ServerRefusal(str(content["error"]))
+        # A server without reports may send null.
+        info = _mapping("the answer's info", content.get("info") or {})
+        return Answer(scores=_list(content, "scores"), info=dict(info))
+
+    def _write(self, content: Mapping[str, Any]) -> bytes:
+        try:
+            # NaN is not JSON, though Python would write it; other languages refuse the whole text.
+            return json.dumps(content, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"this cannot be written as JSON ({str(error)[:200]})") from error
+
+    def _read(self, body: bytes) -> Any:
+        return parse_json(body)
+
+    def _file(self, name: str, value: Any) -> bytes:
+        return _from_base64(name, value)
 
 
-class VerlOmniProtocol:
-    """That of verl-omni's ``http_scorer_client``. All methods raise ``ValueError`` with the reason."""
+class VerlOmniProtocol(JsonProtocol):
+    """That of verl-omni's ``http_scorer_client``, pickled. All methods raise ``ValueError`` with the reason."""
 
     content_type = "application/octet-stream"
     # As verl-omni's client sends them, so that scores are comparable.
     image_format = "jpeg"
 
     def write_request(self, request: Request) -> bytes:
-        return _to_pickle({"images": request.files, "prompts": request.prompts, "metadata": {}})
-
-    def read_request(self, body: bytes) -> Request:
-        content = _mapping("the request", pickles.loads(body))
-        files = _list(content, "images")
-        if not all(isinstance(data, bytes) for data in files):
-            raise ProtocolError("images must be a list of bytes, a JPEG or PNG file each")
-        return _request(files, content)
+        return self._write({"images": request.files, "prompts": request.prompts, "metadata": {}})
 
     def write_answer(self, answer: Answer) -> bytes:
         # verl-omni's client reads nothing else.
-        return _to_pickle({"scores": np.asarray(answer.scores).tolist()})
+        return self._write({"scores": np.asarray(answer.scores).tolist()})
 
-    def write_error(self, words: str) -> bytes:
-        return _to_pickle({"error": words})
+    def _write(self, content: Mapping[str, Any]) -> bytes:
+        return pickle.dumps(content, protocol=PICKLE)
 
-    def read_answer(self, body: bytes) -> Answer:
-        """Raises ``ServerRefusal`` with the server's words."""
-        return _scores_and_info(pickles.loads(body))
+    def _read(self, body: bytes) -> Any:
+        return pickles.loads(body)
+
+    def _file(self, name: str, value: Any) -> bytes:
+        if not isinstance(value, bytes):
+            raise ProtocolError("images must be a list of bytes, a JPEG or PNG file each")
+        return value
 
 
 class FlowGrpoProtocol:
@@ -140,9 +166,8 @@ class FlowGrpoProtocol:
             {"prompt": prompt, **_with_files(row, bytes)}
             for prompt, row in zip(request.prompts, request.metadata, strict=True)
         ]
-        return _to_pickle(
-            {"images": request.files, "prompts": request.prompts, "meta_datas": rows, "only_strict": True}
-        )
+        content = {"images": request.files, "prompts": request.prompts, "meta_datas": rows, "only_strict": True}
+        return pickle.dumps(content, protocol=PICKLE)
 
     def read_answer(self, body: bytes) -> Answer:
         """Raises ``ValueError``."""
@@ -156,39 +181,11 @@ class FlowGrpoProtocol:
         return Answer(scores=_list(content, "scores"), info=info)
 
 
-Served = JsonProtocol | VerlOmniProtocol
-
-SERVED: dict[str, Served] = {"json": JsonProtocol(), "verl_omni": VerlOmniProtocol()}
+SERVED: dict[str, JsonProtocol] = {"json": JsonProtocol(), "verl_omni": VerlOmniProtocol()}
 """Protocols of ``flowgrpo-rc serve-reward``."""
 
-PROTOCOLS: dict[str, Served | FlowGrpoProtocol] = {**SERVED, "flow_grpo": FlowGrpoProtocol()}
+PROTOCOLS: dict[str, JsonProtocol | FlowGrpoProtocol] = {**SERVED, "flow_grpo": FlowGrpoProtocol()}
 """Protocols of a run's requests, by their name in ``reward.remote.<name>.protocol``."""
-
-
-def _scores_and_info(content: Any) -> Answer:
-    content = _mapping("the answer", content)
-    if "error" in content:
-        raise ServerRefusal(str(content["error"]))
-    # A server without reports may send null.
-    info = _mapping("the answer's info", content.get("info") or {})
-    return Answer(scores=_list(content, "scores"), info=dict(info))
-
-
-def _request(files: list[bytes], content: Mapping[str, Any]) -> Request:
-    """A request of equally many images, prompts and rows."""
-    prompts = _list(content, "prompts")
-    if not all(isinstance(prompt, str) for prompt in prompts):
-        raise ProtocolError("prompts must be a list of texts")
-    # verl-omni's client sends an empty dict in place of the list.
-    metadata = content.get("metadata") or [{} for _ in files]
-    if not isinstance(metadata, list) or not all(isinstance(row, dict) for row in metadata):
-        raise ProtocolError("metadata must be a list of objects, one for each image, or be left out")
-    if not len(files) == len(prompts) == len(metadata):
-        raise ProtocolError(
-            f"there are {len(files)} images, {len(prompts)} prompts and {len(metadata)} rows of metadata; give equally "
-            "many"
-        )
-    return Request(files=files, prompts=prompts, metadata=metadata)
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
@@ -235,18 +232,6 @@ def _with_references(row: dict[str, Any], name: str) -> dict[str, Any]:
         return row
     files = [_from_base64(f"{name}.{IMAGES_KEY}", image["base64"]) for image in images]
     return {**row, IMAGES_KEY: list(ReferenceReader()(files, name))}
-
-
-def _to_json(content: Mapping[str, Any]) -> bytes:
-    try:
-        # NaN is not JSON, though Python would write it; other languages refuse the whole text.
-        return json.dumps(content, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"this cannot be written as JSON ({str(error)[:200]})") from error
-
-
-def _to_pickle(content: Mapping[str, Any]) -> bytes:
-    return pickle.dumps(content, protocol=PICKLE)
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ from flowgrpo_rc import __version__
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.rewards.mix import RewardMix
 from flowgrpo_rc.rewards.remote.images import decode
-from flowgrpo_rc.rewards.remote.protocols import Answer, Request, Served
+from flowgrpo_rc.rewards.remote.protocols import Answer, JsonProtocol, Request
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
@@ -77,7 +77,7 @@ class RewardServer:
         OverflowError: the port is no port number.
     """
 
-    def __init__(self, reward: RewardMix, protocol: Served, host: str, port: int, key: str | None = None) -> None:
+    def __init__(self, reward: RewardMix, protocol: JsonProtocol, host: str, port: int, key: str | None = None) -> None:
         (self.name,) = reward.functions
         self.protocol = protocol
         self.key = key

@@ -1,4 +1,4 @@
-"""Start a server for the reward model, wait until it answers, and end it."""
+"""Start a server for the reward model, once for all processes of a run on a machine, and end it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowgrpo_rc.messages import printable
 from flowgrpo_rc.processes import ChildProcess, without_process_group
-from flowgrpo_rc.rewards.http_client import Request, ServerError, send_all
-from flowgrpo_rc.rewards.http_options import HTTPOptions
+from flowgrpo_rc.rewards.http_client import HTTPOptions, Request, ServerError, send_all
 from flowgrpo_rc.rewards.registry import REWARDS
-from flowgrpo_rc.rewards.reward_model import sharing
 from flowgrpo_rc.rewards.reward_model.config import SECTION, RewardModelConfig
 
 if TYPE_CHECKING:
     from flowgrpo_rc.rewards.config import RewardConfig
-    from flowgrpo_rc.rewards.judge.config import JudgeConfig
 
 POLL_S = 0.5
 """Seconds between two requests that find out if the server answers."""
@@ -50,11 +47,10 @@ class RewardModelServer:
         self.config = config
         self.model = str(config.model_path)
         self._process: ChildProcess | None = None
-        if sharing.is_first():
-            self.address = self._start()
-            """``host:port``."""
-        else:
-            self.address = sharing.wait_for_address(config.start_timeout_s)
+        # Without a launcher the only process is the first.
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        self.address = self._start() if is_first else wait_for_address(config.start_timeout_s)
+        """``host:port``."""
 
     @property
     def base_url(self) -> str:
@@ -106,8 +102,8 @@ class RewardModelServer:
         )
         self._finalizer = weakref.finalize(self, _end, self._process, os.getpid(), self.model)
         address = f"127.0.0.1:{port}"
-        if sharing.has_peers():
-            sharing.write_address(address)
+        if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) != "1":
+            write_address(address)
         return address
 
     def _failure(self, reason: str) -> ValueError:
@@ -117,21 +113,18 @@ class RewardModelServer:
         self._process.end()
         # The message has the log already.
         self._finalizer.detach()
+        _address_file().unlink(missing_ok=True)
         return ValueError(f"{text}; the end of its log: {_end_of(self._process, LOG_LINES) or 'it is empty'}")
 
 
-@contextmanager
-def serving(config: RewardConfig) -> Iterator[RewardModelServer | None]:
-    """Start the server of ``config.reward_model`` and point the judge at it while rewards are built; None without one.
-
-    The server is ended if building fails, and otherwise left to its owner.
+def start_server(config: RewardConfig) -> RewardModelServer | None:
+    """Start the server of ``config.reward_model``, where that is enabled.
 
     Raises:
         ValueError: no reward of the run asks a model, or the judge has a server already.
     """
     if not config.reward_model.enable:
-        yield None
-        return
+        return None
     # A function of the user's own may ask the model, under any name; of the built-in rewards the judge alone does.
     own = [*config.own_functions(), *(name for name, function in config.observers().items() if function)]
     names = [*config.weights(), *config.observers()]
@@ -145,29 +138,7 @@ def serving(config: RewardConfig) -> Iterator[RewardModelServer | None]:
             f"reward.judge.base_url: got {config.judge.base_url}, but {SECTION}.enable=true starts a server for the "
             "judge; leave one of them out"
         )
-    server = RewardModelServer(config.reward_model)
-    try:
-        with asking(config.judge, server):
-            yield server
-    except BaseException:
-        server.close()
-        raise
-
-
-@contextmanager
-def asking(judge: JudgeConfig, server: RewardModelServer | None) -> Iterator[None]:
-    """Give the judge the server's address while rewards are built.
-
-    Not longer, since ``config.yaml`` would record the address, and the next run's server has another one.
-    """
-    if server is None:
-        yield
-        return
-    judge.base_url = server.base_url
-    try:
-        yield
-    finally:
-        judge.base_url = None
+    return RewardModelServer(config.reward_model)
 
 
 def _end_of(process: ChildProcess, count: int) -> str:
@@ -221,4 +192,41 @@ def _end(process: ChildProcess, owner: int, model: str) -> None:
         log = process.save_output("flowgrpo_rc-reward-model-", printable)
         print(f"{SECTION}: vllm serve {model} {process.how_it_ended()}; {log}", file=sys.stderr)
     process.end()
-    sharing.remove_address()
+    _address_file().unlink(missing_ok=True)
+
+
+def write_address(address: str) -> None:
+    """Write the address, and this process's id, for the other processes of the run on this machine."""
+    file = _address_file()
+    descriptor, name = tempfile.mkstemp(dir=file.parent)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(f"{address} {os.getpid()}")
+    # Renamed, so that nobody reads half of it.
+    os.replace(name, file)
+
+
+def wait_for_address(timeout_s: float) -> str:
+    """The address that the first process has written. One that a killed process left behind does not count.
+
+    Raises:
+        ValueError: there is none within ``timeout_s``.
+    """
+    file = _address_file()
+    ends_at = time.monotonic() + timeout_s
+    while time.monotonic() < ends_at:
+        with suppress(OSError, ValueError):
+            # Every user may write into the folder, and images go to this address.
+            if file.stat().st_uid == os.getuid():
+                address, pid = file.read_text().split()
+                # Signal 0 only finds out that the process exists.
+                os.kill(int(pid), 0)
+                return address
+        time.sleep(0.1)
+    raise ValueError(f"{SECTION}: the first process of the run did not start its server within {timeout_s:g} s")
+
+
+def _address_file() -> Path:
+    """The same path in all processes of one attempt of a launcher."""
+    launch = [os.environ.get(name, "0") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+    name = "-".join(["flowgrpo_rc-reward-model", str(os.getuid()), str(os.getppid()), *launch])
+    return Path(tempfile.gettempdir()) / name
