@@ -18,10 +18,8 @@ WANTED = "return one float per image, or (floats, info dict)"
 
 Scores = tuple[np.ndarray, dict[str, list[Any]]]
 """Scores of some images, and the info beside them: lists with an entry for each image."""
-
 CAPTIONS = "text"
 """The key of ``info`` whose strings caption the samples."""
-
 PARTS = "part/"
 """The beginning of keys of ``info`` with numbers that make up a function's score. A run logs their means."""
 
@@ -105,6 +103,8 @@ def _entry(index: int, value: Any) -> Any:
     value = _without_torch(value)
     if isinstance(value, (Real, np.bool_)):
         return float(value)
+    if isinstance(value, (list, tuple)):
+        return np.asarray([_entry(index, inner) for inner in value])
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return value
     kind = "None" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"

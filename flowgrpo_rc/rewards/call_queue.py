@@ -12,10 +12,8 @@ from typing import Any
 
 NOW = 0
 """Urgency of calls that the trainer waits for."""
-
 AHEAD = 1
 """Urgency of calls for batches to come."""
-
 THREAD_NAME = "reward scoring"
 
 

@@ -29,10 +29,8 @@ from flowgrpo_rc.section import (
 
 REWARD_NAMES = REWARDS.keys()
 """The names of the built-in rewards, as ``reward.functions`` takes them."""
-
 NORMALIZATIONS = ("group",)
 """How several rewards may be normalised before they are weighted."""
-
 Weights = Annotated[Any, Read(read_mapping("weights by name, e.g. reward.functions.ocr=1"))]
 Functions = Annotated[Any, Read(read_mapping("functions by name, e.g. {mine: {path: mine.py}}"))]
 

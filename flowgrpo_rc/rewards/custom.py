@@ -21,7 +21,6 @@ from flowgrpo_rc.rewards.user_code import UserCode
 
 DEFAULT_NAME = "compute_score"
 """The function's name where the configuration gives none."""
-
 VERL_OMNIS = ("weight", "required")
 """Keys of an entry of ``reward_functions`` beside ``path``, ``name`` and the function's arguments."""
 

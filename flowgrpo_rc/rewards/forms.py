@@ -17,13 +17,10 @@ from flowgrpo_rc.rewards.user_code import gather
 
 BATCH = ("images", "prompts", "metadata")
 """The arguments of our form, in order."""
-
 IMAGE = "solution_image"
 """The argument that only verl-omni's form has."""
-
 COLUMNS = {"data_source": "data_source", "ground_truth": "reward_model.ground_truth", "extra_info": "extra_info"}
 """The other arguments of verl-omni's form -> the column of the prompt file that holds each."""
-
 FORMS = (
     "fn(images, prompts, metadata) for a batch, or fn(data_source, solution_image, ground_truth, extra_info) for one "
     "image"

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from flowgrpo_rc.field_docs import documented_fields
@@ -32,25 +32,20 @@ if TYPE_CHECKING:
     import httpx
     import tenacity
 
+T = TypeVar("T")
 CONNECT_S = 5.0
 """Longest time in seconds until a connection is established."""
-
 BACKOFF_S = 0.5
 """Pause in seconds before the second try. It doubles with each further one up to ``LONGEST_BACKOFF_S``, and is drawn
 from its upper half."""
-
 LONGEST_BACKOFF_S = 30.0
 """Longest pause in seconds; a server may ask for a longer one."""
-
 LARGEST_ANSWER = 16 * 2**20
 """Size in bytes beyond which an answer is refused."""
-
 RETRIED = (408, 409, 429)
 """Statuses below 500 after which the same request may succeed: too slow, a conflict, too many requests."""
-
 WORDS = 300
 """Most characters of a server's own words in a message."""
-
 # Not the global generator, which belongs to users' rewards and whose state checkpoints hold.
 _random = random.Random()
 
@@ -80,6 +75,14 @@ class HTTPOptions(Section):
     def problems(self) -> Iterator[str]:
         """A key in the place of the variable that holds it."""
         yield from complaints(_check_key_name, "api_key_env", self.api_key_env)
+
+
+def own_fields_first(cls: type[T]) -> type[T]:
+    """Decorator of a dataclass that extends ``HTTPOptions``: its own fields come first in config.yaml."""
+    fields: dict[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    own = {name: field for name, field in fields.items() if name not in HTTPOptions.__dataclass_fields__}
+    cls.__dataclass_fields__ = own | fields  # type: ignore[attr-defined]
+    return cls
 
 
 def check_url(field_name: str, url: str) -> None:

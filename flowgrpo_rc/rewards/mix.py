@@ -34,10 +34,8 @@ class RewardResult:
 
     total: np.ndarray
     """(N,) float32: the weighted sum."""
-
     parts: dict[str, np.ndarray]
     """Function name -> (N,) float32, before weighting."""
-
     info: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Function name -> its report beside the scores: lists of N entries by name."""
 

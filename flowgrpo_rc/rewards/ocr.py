@@ -25,10 +25,8 @@ from flowgrpo_rc.section import Check, NonNegativeInt, Section, one_of
 
 PIXELS_PER_CHARACTER = 8
 """The recogniser emits at most one character per 8 columns of its input."""
-
 CHUNK = 6
 """Images that share one call of the recogniser. Larger calls are not faster."""
-
 INSTALL = "install the extra: pip install 'flowgrpo_rc[ocr]'"
 
 

@@ -27,14 +27,11 @@ REWARDS = {
 
 A function is called as ``fn(images, prompts, metadata)``. A class is made into such a function once a run: with its
 section of ``RewardConfig`` where there is one of the reward's name, otherwise without arguments."""
-
 DEFAULT_REWARD = "ocr"
 """The reward of a run that names none, with weight 1."""
-
 STATISTICS = ("mean", "std", "max", "min", "group_std_mean", "zero_std_fraction")
 """Metrics ``reward/...`` of the total, beside ``reward/<name>`` and ``reward/std/<name>`` of every function, which may
 have none of these names."""
-
 METRIC_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 """Names that every tracker can store as one level of a metric's name."""
 

@@ -30,7 +30,6 @@ TIMEOUT_FIELD = "reward.timeout_s"
 
 GRACE_S = 10.0
 """Seconds from the interrupt of a call to the end of the process, for calls that do not come back."""
-
 _LONGEST_S = 1e8
 """Deadlines beyond three years; timers of the system overflow somewhere above."""
 
@@ -52,13 +51,10 @@ class UserCode:
 
     what: str
     """The beginning of every message: ``reward function 'x'``."""
-
     file: str | None = None
     """The user's file; messages point at its lines."""
-
     timeout_s: float | None = None
     """The longest time in seconds that a call may take; None for no limit."""
-
     error: type[Exception] = RewardError
     """The exception that reports the code's faults."""
 

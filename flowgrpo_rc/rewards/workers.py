@@ -19,7 +19,6 @@ from flowgrpo_rc.rewards.registry import load_builtin
 
 LIMIT_S = 1e6
 """Longest time of a call in seconds; ``reward.timeout_s`` ends it earlier."""
-
 _RAISED_ALIKE = {"ImportError": ImportError, "ModuleNotFoundError": ImportError, "ValueError": ValueError}
 """Exceptions of a worker that callers handle by their class."""
 

@@ -16,8 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowgrpo_rc.rewards import HPSv2Config
-from flowgrpo_rc.rewards.clip.hpsv2 import FILES, PaddedPixels
-from flowgrpo_rc.rewards.clip.openclip import renamed
+from flowgrpo_rc.rewards.clip.hpsv2 import FILES, PaddedPixels, renamed
 from flowgrpo_rc.rewards.clip.text_image import CLIPCosine, HPSv2
 
 WIDTH, INNER, PROJECTION, HEADS = 32, 48, 24, 16

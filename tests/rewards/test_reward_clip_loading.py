@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.rewards import ScorerConfig
-from flowgrpo_rc.rewards.clip.loading import find_device
+from flowgrpo_rc.rewards.clip.scorer import find_device
 from flowgrpo_rc.rewards.clip.similarity import DINOSimilarity
 from flowgrpo_rc.rewards.clip.text_image import HPSv2, PickScore
 

@@ -217,18 +217,6 @@ def test_a_call_in_time(tmp_path: Path, timeout_s: float | None) -> None:
         assert mix(IMAGES, PROMPTS).total.tolist() == [1, 2, 3]
 
 
-def test_the_deadline_of_a_call_around_another(tmp_path: Path) -> None:
-    """The inner call, with a later deadline, leaves the outer one's timer running."""
-    inner = UserCode("inner", timeout_s=30)
-
-    def outer() -> None:
-        inner.run(lambda: None)
-        threading.Event().wait()
-
-    with pytest.raises(RewardError, match=rf"^outer did not return within reward\.timeout_s={LIMIT} s"):
-        UserCode("outer", timeout_s=LIMIT).run(outer)
-
-
 def test_the_fault_handler_waits_for_the_first_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """In threads too, which nothing can interrupt: a call that ends takes no other one's end away."""
     armed: list[float] = []

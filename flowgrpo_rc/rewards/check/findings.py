@@ -17,11 +17,9 @@ from flowgrpo_rc.rewards.mix import RewardMix
 RIGHT_SHARE = 0.75
 """Share of right comparisons that must be exceeded: four pictures and prompts give 24, and tossing coins reaches 19 of
 them once in 300 times."""
-
 SPREAD_SHARE = 0.02
 """Largest change of a score with its neighbours in the batch, as a share of the scores' spread; a GPU's rounding is
 smaller."""
-
 ROUNDING = 1e-4
 """The same in absolute terms, for scores that are nearly equal."""
 

@@ -12,7 +12,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 SIZE = 256
 """Height and width in pixels."""
-
 NOISE = 60.0
 """Standard deviation of the noise of ``damaged``, on the scale from 0 to 255."""
 

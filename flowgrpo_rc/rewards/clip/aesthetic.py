@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.rewards.clip.config import AestheticConfig
-from flowgrpo_rc.rewards.clip.loading import explained
-from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Scorer
+from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Scorer, explained
 
 HEAD = "sac+logos+ava1-l14-linearMSE.pth"
 REPOSITORY = "https://github.com/christophschuhmann/improved-aesthetic-predictor"

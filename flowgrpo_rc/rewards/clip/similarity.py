@@ -42,17 +42,12 @@ class SimilarityReward(Scorer):
         Raises:
             ValueError: a row has no reference that can be read.
         """
-        distinct: dict[Any, int] = {}
-        references: list[np.ndarray] = []
-        places = []
-        for index, row in enumerate(metadata):
-            value = self._reference(row, f"sample {index}")
-            key = _key(value)
-            # The images of a prompt share one reference.
-            if key not in distinct:
-                distinct[key] = len(references)
-                references.append(_read(value, f"sample {index}"))
-            places.append(distinct[key])
+        # The images of a prompt share one reference.
+        distinct = self._distinct(metadata, [f"sample {index}" for index in range(len(metadata))])
+        references = [_read(value, where) for value, where, _ in distinct.values()]
+        places = np.empty(len(metadata), np.int64)
+        for place, (_, _, rows) in enumerate(distinct.values()):
+            places[rows] = place
         with torch.inference_mode():
             cosines = (self._encode_images(list(images)) * self._encode_images(references)[places]).sum(-1)
         return cosines.cpu().numpy()
@@ -71,17 +66,20 @@ class SimilarityReward(Scorer):
         Raises:
             ValueError: names the row and what is wrong.
         """
-        if metadata is None:
-            return
-        seen = set()
-        for row, source in zip(metadata, sources, strict=True):
-            value = self._reference(row, source)
-            key = _key(value)
-            if key not in seen:
-                # The prompt reader has checked the images of its own column.
-                if not isinstance(value, ReferenceImage):
-                    _open(value, source)
-                seen.add(key)
+        for value, where, _ in self._distinct(metadata or (), sources).values():
+            # The prompt reader has checked the images of its own column.
+            if not isinstance(value, ReferenceImage):
+                _open(value, where)
+
+    def _distinct(
+        self, metadata: Sequence[Mapping[str, Any]], sources: Sequence[str]
+    ) -> dict[Any, tuple[Any, str, list[int]]]:
+        """The different references, each with its first source and the indices of its rows."""
+        found: dict[Any, tuple[Any, str, list[int]]] = {}
+        for index, row in enumerate(metadata):
+            value = self._reference(row, sources[index])
+            found.setdefault(_key(value), (value, sources[index], []))[2].append(index)
+        return found
 
     def _reference(self, row: Mapping[str, Any], where: str) -> Any:
         """A row's reference, in one of the forms."""
@@ -107,10 +105,8 @@ def _open(value: Any, where: str) -> Image.Image:
             return value.open()
         if isinstance(value, Image.Image):
             return value
-        if isinstance(value, bytes):
-            return Image.open(io.BytesIO(value))
-        if isinstance(value, str | os.PathLike):
-            return Image.open(os.path.expanduser(value))
+        if isinstance(value, bytes | str | os.PathLike):
+            return Image.open(io.BytesIO(value) if isinstance(value, bytes) else os.path.expanduser(value))
         array = np.asarray(value)
         if array.dtype != np.uint8:
             raise TypeError(f"it is of the type {type(value).__name__}, with values of {array.dtype}")

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from flowgrpo_rc.rewards.clip.config import HPSv2Config
 from flowgrpo_rc.rewards.clip.hpsv2 import PaddedPixels, find_checkpoint, load_checkpoint
-from flowgrpo_rc.rewards.clip.loading import Pixels, load_tokenizer
-from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Published, Scorer, unit
+from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Pixels, Published, Scorer, load_tokenizer, unit
 
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 """The CLIP that PickScore and HPSv2 were fine-tuned from; they read prompts with its tokenizer."""

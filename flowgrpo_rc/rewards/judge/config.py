@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from flowgrpo_rc.checks import show
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.rewards.forms import ground_truth
-from flowgrpo_rc.rewards.http_client import HTTPOptions, check_url
+from flowgrpo_rc.rewards.http_client import HTTPOptions, check_url, own_fields_first
 from flowgrpo_rc.rewards.judge.parsers import PARSERS
 from flowgrpo_rc.rewards.ocr import quoted_target
 from flowgrpo_rc.rewards.registry import METRIC_NAME
@@ -155,6 +155,7 @@ def read_questions(questions: Any) -> list[JudgeQuestion]:
 
 
 @documented_fields
+@own_fields_first
 @dataclass(kw_only=True, slots=True)
 class JudgeConfig(HTTPOptions):
     """The vision language model of the reward ``judge``, its server and its questions."""

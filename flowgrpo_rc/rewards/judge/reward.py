@@ -59,7 +59,6 @@ class JudgeReward:
 
     streams = True
     """The scores of images do not depend on each other, so that parts of a batch can be judged early."""
-
     computes_elsewhere = True
     """The server computes, so that images can be judged while the actor learns."""
 

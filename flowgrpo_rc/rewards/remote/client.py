@@ -60,20 +60,27 @@ class RemoteReward:
         """
         # A prompt file of lines has no other columns.
         rows = [{} for _ in prompts] if metadata is None else [self._sent(row) for row in metadata]
-        starts = range(0, len(prompts), self.config.batch_size)
-        parts = [slice(start, min(start + self.config.batch_size, len(prompts))) for start in starts]
+        size = self.config.batch_size
+        parts = [slice(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)]
+        names = [f"{self._section}, images {part.start} to {part.stop - 1}" for part in parts]
         requests = [
+            # Encoded when it is sent, so that not all batches are in memory at once.
             HTTPRequest(
                 self._url,
-                # Encoded when it is sent, so that not all batches are in memory at once.
                 partial(self._body, images[part], list(prompts[part]), rows[part]),
-                name=self._named(part),
+                name=name,
                 content_type=self._protocol.content_type,
             )
-            for part in parts
+            for part, name in zip(parts, names, strict=True)
         ]
         answers = send_all(requests, self.config, self._section, self._protocol.read_answer)
-        return joined([self._checked(part, answer, prompts[part]) for part, answer in zip(parts, answers, strict=True)])
+        checked = []
+        for part, name, answer in zip(parts, names, answers, strict=True):
+            try:
+                checked.append(read_answer(self.name, (answer.scores, answer.info), prompts[part]))
+            except AnswerError as error:
+                raise ServerError(f"{self._url}: {name}: {error}") from error
+        return joined(checked)
 
     def check_prompts(
         self,
@@ -90,8 +97,7 @@ class RemoteReward:
             ValueError: names the row; or the server did not give a score: names the field, the address and what it did.
         """
         if metadata is not None:
-            named = [f"prompt {index}" for index in range(len(metadata))] if sources is None else sources
-            self._check_rows(metadata, named)
+            self._check_rows(metadata, sources or [f"prompt {index}" for index in range(len(metadata))])
         # Any size shows a missing server; the run's own also shows one that the server cannot take.
         height, width = image_size or (64, 64)
         image = np.full((1, height, width, 3), 128, np.uint8)
@@ -130,14 +136,3 @@ class RemoteReward:
     def _body(self, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> bytes:
         files = [encode(image, self._format) for image in images]
         return self._protocol.write_request(protocols.Request(files=files, prompts=prompts, metadata=rows))
-
-    def _checked(
-        self, part: slice, answer: protocols.Answer, prompts: Sequence[str]
-    ) -> tuple[np.ndarray, dict[str, list[Any]]]:
-        try:
-            return read_answer(self.name, (answer.scores, answer.info), prompts)
-        except AnswerError as error:
-            raise ServerError(f"{self._url}: {self._named(part)}: {error}") from error
-
-    def _named(self, part: slice) -> str:
-        return f"{self._section}, images {part.start} to {part.stop - 1}"

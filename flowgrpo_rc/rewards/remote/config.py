@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from flowgrpo_rc.checks import show
 from flowgrpo_rc.field_docs import documented_fields
-from flowgrpo_rc.rewards.http_client import HTTPOptions, check_url
+from flowgrpo_rc.rewards.http_client import HTTPOptions, check_url, own_fields_first
 from flowgrpo_rc.rewards.remote.images import FORMATS
 from flowgrpo_rc.rewards.remote.protocols import PROTOCOLS
 from flowgrpo_rc.section import PositiveFloat, PositiveInt, Problems, complaints, convert, one_of
@@ -17,6 +17,7 @@ SECTION = "reward.remote"
 
 
 @documented_fields
+@own_fields_first
 @dataclass(kw_only=True, slots=True)
 class RemoteConfig(HTTPOptions):
     """One reward server. Its section's name is a name of your choice, which ``reward.functions`` gives a weight."""

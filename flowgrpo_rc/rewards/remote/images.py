@@ -10,7 +10,6 @@ from PIL import Image
 
 FORMATS = ("png", "jpeg")
 """PNG keeps every pixel; JPEG is smaller, does not, and is what flow_grpo and verl-omni send."""
-
 MOST_PIXELS = 2**27
 """Most pixels of all images of a request together: 128 images of 1024 x 1024, 403 MB once decoded."""
 

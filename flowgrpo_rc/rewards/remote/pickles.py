@@ -19,13 +19,10 @@ import numpy as np
 
 MOST_INSTRUCTIONS = 200_000
 """Longest pickle, in instructions; an answer for 64 images takes about 1,000."""
-
 MOST_VALUES = 1_000_000
 """Most values in a pickle's data. A list that is referred to several times counts each time."""
-
 DEEPEST = 8
 """Deepest nesting of lists and dicts."""
-
 _NAMES = """
     PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT
     SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 BYTEARRAY8

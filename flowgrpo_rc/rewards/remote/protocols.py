@@ -183,7 +183,6 @@ class FlowGrpoProtocol:
 
 SERVED: dict[str, JsonProtocol] = {"json": JsonProtocol(), "verl_omni": VerlOmniProtocol()}
 """Protocols of ``flowgrpo-rc serve-reward``."""
-
 PROTOCOLS: dict[str, JsonProtocol | FlowGrpoProtocol] = {**SERVED, "flow_grpo": FlowGrpoProtocol()}
 """Protocols of a run's requests, by their name in ``reward.remote.<name>.protocol``."""
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,24 +31,17 @@ if TYPE_CHECKING:
 
 LARGEST_REQUEST = 256 * 2**20
 """Largest size of a request in bytes."""
-
 MOST_WAITING = 64
 """Most requests that wait or are scored; further ones are answered 503."""
-
 MOST_DECODED = 2
 """Most requests in memory: one is scored while the next is received and decoded."""
-
 BACKLOG = 2048
 """Connections that the system holds until they are accepted. It resets those beyond."""
-
 IDLE_S = 120
-"""Seconds after which a connection without a request is closed."""
-
-POLL_S = 0.1
-"""Seconds between two looks at ``stopping``."""
-
+"""Seconds after which a connection without a request, or a request that does not arrive, is given up."""
 FAREWELL_S = 2
 """Seconds in which clients can take their last answers when the server ends."""
+_ENDING = "the server is being ended"
 
 
 class _Refused(Exception):
@@ -56,9 +50,6 @@ class _Refused(Exception):
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
         self.status = status
-
-
-_ENDING = "the server is being ended"
 
 
 class RewardServer:
@@ -103,7 +94,7 @@ class RewardServer:
             while not self.stopping:
                 try:
                     # With a timeout: a wait without one would not notice ``stop``.
-                    job = self._jobs.get(timeout=POLL_S)
+                    job = self._jobs.get(timeout=0.1)
                 except queue.Empty:
                     continue
                 self._score(*job)
@@ -144,6 +135,7 @@ class RewardServer:
         try:
             import uvicorn
             from starlette.applications import Starlette
+            from starlette.requests import ClientDisconnect
             from starlette.responses import JSONResponse, Response
             from starlette.routing import Route
         except ImportError as error:
@@ -151,6 +143,7 @@ class RewardServer:
                 f"serve-reward needs uvicorn and starlette ({error}); pip install 'flowgrpo_rc[serve]', or in an "
                 "environment without this package's other dependencies pip install uvicorn starlette"
             ) from error
+        self._disconnected = ClientDisconnect
 
         async def health(request: HTTPRequest) -> Response:
             return JSONResponse(self.health())
@@ -170,7 +163,8 @@ class RewardServer:
                 body = self.protocol.write_error(outcome)
             # Neither paths, headers nor prompts, which may hold secrets.
             client = "" if request.client is None else request.client.host
-            _log(f"{client} {status} {time.monotonic() - start:.2f} s {outcome}")
+            text = f"{client} {status} {time.monotonic() - start:.2f} s {outcome}"
+            print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
             headers = {"Retry-After": "5"} if status == 503 else None
             return Response(body, status, headers, self.protocol.content_type)
 
@@ -198,15 +192,19 @@ class RewardServer:
         Raises:
             _Refused: there is an error to answer instead.
         """
-        # Before the body is received: it may be large, and the key wrong.
-        refused = self._refusal(request)
-        if refused is not None:
-            await _discard(request)
-            raise refused
+        try:
+            # Before the body is received: it may be large, and the key wrong.
+            self._check_headers(request)
+        except _Refused:
+            # A client that still sends may not see the answer, so its body is received for a while.
+            with suppress(Exception):
+                await asyncio.wait_for(_discard(request), FAREWELL_S)
+            raise
         self._waiting += 1
         try:
             async with self._decoded:
-                body = await _read(request)
+                # A client that lost its network would otherwise keep one of the few places for ever.
+                body = await asyncio.wait_for(request.body(), IDLE_S)
                 # In a thread: decoding takes seconds, and health checks must be answered meanwhile.
                 scored, images = await asyncio.to_thread(self._decode, body)
                 # A client that gave up has often sent the request again.
@@ -217,24 +215,26 @@ class RewardServer:
                 answer: Future[Answer] = Future()
                 self._jobs.put((answer, images, scored))
                 return len(images), self.protocol.write_answer(await asyncio.wrap_future(answer))
+        except asyncio.TimeoutError:
+            raise _Refused(408, f"the request was not received within {IDLE_S} s") from None
+        except self._disconnected:
+            raise _Refused(400, "the client has closed the connection") from None
         finally:
             self._waiting -= 1
 
-    def _refusal(self, request: HTTPRequest) -> _Refused | None:
-        """The error that the headers of a request deserve."""
+    def _check_headers(self, request: HTTPRequest) -> None:
         given = request.headers.get("authorization", "")
         # In constant time, so that the time of an answer gives no hint of the key.
         if self.key is not None and not hmac.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
-            return _Refused(401, "the key in the header Authorization (Bearer KEY) is missing or wrong")
+            raise _Refused(401, "the key in the header Authorization (Bearer KEY) is missing or wrong")
         length = request.headers.get("content-length")
         # A body without a length could grow without end.
         if length is None or "transfer-encoding" in request.headers:
-            return _Refused(411, "the header Content-Length is missing")
+            raise _Refused(411, "the header Content-Length is missing")
         if int(length) > LARGEST_REQUEST:
-            return _Refused(413, f"the request has {length} bytes; at most {LARGEST_REQUEST} are read, so send fewer")
+            raise _Refused(413, f"the request has {length} bytes; at most {LARGEST_REQUEST} are read, so send fewer")
         if self._waiting >= MOST_WAITING:
-            return _Refused(503, f"{MOST_WAITING} requests are waiting already; ask again later")
-        return None
+            raise _Refused(503, f"{MOST_WAITING} requests are waiting already; ask again later")
 
     def _decode(self, body: bytes) -> tuple[Request, np.ndarray]:
         try:
@@ -244,31 +244,6 @@ class RewardServer:
             raise _Refused(400, one_line(error)) from error
 
 
-async def _read(request: HTTPRequest) -> bytes:
-    """The body of a request; uvicorn ends it at the length in the header."""
-    from starlette.requests import ClientDisconnect
-
-    try:
-        # A client that lost its network would otherwise keep one of the few places for ever.
-        return await asyncio.wait_for(request.body(), IDLE_S)
-    except asyncio.TimeoutError:
-        raise _Refused(408, f"the request was not received within {IDLE_S} s") from None
-    except ClientDisconnect:
-        raise _Refused(400, "the client has closed the connection") from None
-
-
 async def _discard(request: HTTPRequest) -> None:
-    """Receive the body of a refused request for a while: a client that still sends may not see the answer."""
-
-    async def discard() -> None:
-        async for _ in request.stream():
-            pass
-
-    try:
-        await asyncio.wait_for(discard(), FAREWELL_S)
-    except Exception:  # the client is too slow, or has gone
-        return
-
-
-def _log(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    async for _ in request.stream():
+        pass
