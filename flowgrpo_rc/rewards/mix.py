@@ -18,7 +18,7 @@ from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rewards.custom import OwnFunction, load_reward
 from flowgrpo_rc.rewards.errors import AnswerError, RewardError, brief_repr
 from flowgrpo_rc.rewards.forms import adapt
-from flowgrpo_rc.rewards.registry import check_name, load_builtin
+from flowgrpo_rc.rewards.registry import Places, Rows, check_name, load_builtin
 from flowgrpo_rc.rewards.remote.client import RemoteReward
 from flowgrpo_rc.rewards.reward_model.server import RewardModelServer, start_server
 from flowgrpo_rc.rewards.user_code import UserCode
@@ -203,8 +203,8 @@ class RewardMix:
         prompts: Sequence[str],
         *,
         image_size: tuple[int, int] | None = None,
-        sources: Sequence[str] | None = None,
-        metadata: Sequence[Mapping[str, Any]] | None = None,
+        sources: Places = None,
+        metadata: Rows = None,
     ) -> None:
         """Let every function that can refuse prompts do so before training, as ``OCRReward.check_prompts`` does.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.rewards.registry import Places
 from flowgrpo_rc.section import Check, NonNegativeInt, Section, one_of
 
 PIXELS_PER_CHARACTER = 8
@@ -174,16 +175,11 @@ class OCRReward:
         return [" ".join(line.strip() for line in found) for found in lines]
 
     def check_prompts(
-        self,
-        prompts: Sequence[str],
-        *,
-        image_size: tuple[int, int] | None = None,
-        sources: Sequence[str] | None = None,
-        metadata: Sequence[Mapping[str, Any]] | None = None,
+        self, prompts: Sequence[str], *, image_size: tuple[int, int] | None = None, sources: Places = None, **known: Any
     ) -> None:
         """Raise ``ValueError``, with place and remedy, for a prompt that this reward cannot score.
 
-        Arguments as for ``RewardMix.check_prompts``; metadata is not used.
+        Arguments as for ``RewardMix.check_prompts``.
         """
         # Only the recogniser alone has an input of fixed width; a target that it cannot emit would score 0 for ever.
         room = math.inf

@@ -6,7 +6,7 @@ To add a reward, write it in a file of this folder and add a line to ``REWARDS``
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
@@ -32,6 +32,10 @@ DEFAULT_REWARD = "ocr"
 STATISTICS = ("mean", "std", "max", "min", "group_std_mean", "zero_std_fraction")
 """Metrics ``reward/...`` of the total, beside ``reward/<name>`` and ``reward/std/<name>`` of every function, which may
 have none of these names."""
+Places = Sequence[str] | None
+"""The origin of each prompt, e.g. ``train.txt:3``; None for its index."""
+Rows = Sequence[Mapping[str, Any]] | None
+"""The other columns of each prompt."""
 METRIC_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 """Names that every tracker can store as one level of a metric's name."""
 

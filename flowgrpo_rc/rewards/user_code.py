@@ -26,12 +26,8 @@ from typing import Any
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.rewards.errors import RewardError, shortened
 
-TIMEOUT_FIELD = "reward.timeout_s"
-
 GRACE_S = 10.0
 """Seconds from the interrupt of a call to the end of the process, for calls that do not come back."""
-_LONGEST_S = 1e8
-"""Deadlines beyond three years; timers of the system overflow somewhere above."""
 
 
 class Overrun(KeyboardInterrupt):
@@ -80,8 +76,8 @@ class UserCode:
             levels = [*walk_tb(overrun.__traceback__)][::-1]
             place, line = self._place([*levels, *((frame, frame.f_lineno) for frame in overrun.frames)])
             raise self.error(
-                f"{self.what} did not return within {TIMEOUT_FIELD}={self.timeout_s:g} s; it was{place} ({line}). Mend "
-                f"it, or for a slow one raise {TIMEOUT_FIELD} (null for no limit)"
+                f"{self.what} did not return within reward.timeout_s={self.timeout_s:g} s; it was{place} ({line}). "
+                "Mend it, or for a slow one raise reward.timeout_s (null for no limit)"
             ) from None
         except KeyboardInterrupt:
             raise
@@ -139,13 +135,12 @@ def _deadline(timeout_s: float | None) -> Iterator[None]:
     if timeout_s is None:
         yield
         return
-    seconds = min(timeout_s, _LONGEST_S)
     in_main = threading.current_thread() is threading.main_thread()
     call = object()
     # Behind the interrupt, for calls that swallow it; at once where there can be none.
-    _set_fault_handler(call, seconds + GRACE_S if in_main else seconds)
+    _set_fault_handler(call, timeout_s + GRACE_S if in_main else timeout_s)
     try:
-        with _interrupt_after(seconds) if in_main else nullcontext():
+        with _interrupt_after(timeout_s) if in_main else nullcontext():
             yield
     finally:
         _set_fault_handler(call, None)

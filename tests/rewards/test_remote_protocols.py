@@ -13,7 +13,7 @@ from PIL import Image
 from reward_server import IMAGES, METADATA, PROMPTS
 
 from flowgrpo_rc.rewards.remote import images
-from flowgrpo_rc.rewards.remote.protocols import PROTOCOLS, SERVED, Answer, ProtocolError, Request, ServerRefusal
+from flowgrpo_rc.rewards.remote.protocols import PROTOCOLS, SERVED, ProtocolError, Request, ServerRefusal
 
 FILES = [images.encode(image, "png") for image in IMAGES]
 REQUEST = Request(files=FILES, prompts=PROMPTS, metadata=METADATA)
@@ -55,14 +55,14 @@ def test_a_request_comes_back(name):
 def test_scores_come_back_to_the_digit(name):
     scores = np.random.default_rng(1).standard_normal(1000).astype(np.float32)
     scores[:3] = [np.finfo(np.float32).max, 1e-45, -0.0]
-    read = SERVED[name].read_answer(SERVED[name].write_answer(Answer(scores=scores)))
-    assert np.asarray(read.scores, np.float32).tobytes() == scores.tobytes()
+    read, _ = SERVED[name].read_answer(SERVED[name].write_answer((scores, {})))
+    assert np.asarray(read, np.float32).tobytes() == scores.tobytes()
 
 
 def test_info_comes_back_as_json_has_it():
     info = {"text": ["a", "ä"], "x": [np.float32(0.5), np.nan], "y": [np.arange(2), {"z": (1, None)}], "w": [{1}, b"q"]}
-    read = SERVED["json"].read_answer(SERVED["json"].write_answer(Answer(scores=[0.0, 0.0], info=info)))
-    assert read.info == {"text": ["a", "ä"], "x": [0.5, None], "y": [[0, 1], {"z": [1, None]}], "w": ["{1}", "b'q'"]}
+    _, read = SERVED["json"].read_answer(SERVED["json"].write_answer(([0.0, 0.0], info)))
+    assert read == {"text": ["a", "ä"], "x": [0.5, None], "y": [[0, 1], {"z": [1, None]}], "w": ["{1}", "b'q'"]}
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -73,7 +73,7 @@ def test_a_refusal_brings_the_servers_words(name):
 
 def test_flow_grpos_answers():
     read = PROTOCOLS["flow_grpo"].read_answer
-    assert read(pickle.dumps({"outputs": [0.5, 0.25]})) == Answer(scores=[0.5, 0.25])
+    assert read(pickle.dumps({"outputs": [0.5, 0.25]})) == ([0.5, 0.25], {})
     geneval = {
         "scores": [1.0, 0.5],
         "rewards": [0.0, 0.0],
@@ -86,7 +86,7 @@ def test_flow_grpos_answers():
         "counting_strict_accuracy": [1.0, -10.0],
         "colors_strict_accuracy": [-10.0, 0.0],
     }
-    assert read(pickle.dumps(geneval)) == Answer(scores=[1.0, 0.5], info=info)
+    assert read(pickle.dumps(geneval)) == ([1.0, 0.5], info)
 
 
 WRONG_REQUESTS = {

@@ -1,4 +1,4 @@
-"""The OCR reward on rendered text, with the real engine."""
+"""The OCR reward on rendered text, with the real engine; targets and similarities of texts by hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from flowgrpo_rc.rewards import OCRConfig, OCRReward
+from flowgrpo_rc.rewards.ocr import quoted_target, text_similarity
 
 
 def render(text: str, size: int = 32, font_size: int = 20, colour: tuple[int, int, int] = (20, 20, 120)) -> np.ndarray:
@@ -75,11 +76,6 @@ def test_contained_is_match_is_off_by_default(reward: OCRReward) -> None:
     assert lenient(image, ['"42"'])[0].tolist() == [1.0]
 
 
-def test_prompt_without_a_target(reward: OCRReward) -> None:
-    with pytest.raises(ValueError, match=r"prompt 1: 'a cat' has no text in double quotes.*functions\.ocr=0"):
-        reward.check_prompts(['"42"', "a cat"])
-
-
 def test_target_longer_than_the_input_can_hold(reward: OCRReward, full_reward: OCRReward) -> None:
     prompts = ['"42"', 'a sign "hello wide world"']
     reward.check_prompts(prompts)
@@ -87,6 +83,8 @@ def test_target_longer_than_the_input_can_hold(reward: OCRReward, full_reward: O
     with pytest.raises(ValueError, match=r"x:2: the target 'hello wide world' has 14 characters.*for 8; widen"):
         reward.check_prompts(prompts, image_size=(32, 32), sources=["x:1", "x:2"])
     full_reward.check_prompts(prompts, image_size=(32, 32))
+    with pytest.raises(ValueError, match=r"prompt 1: 'a cat' has no text in double quotes.*functions\.ocr=0"):
+        reward.check_prompts(['"42"', "a cat"])
 
 
 def test_full_mode_finds_lines_anywhere(full_reward: OCRReward) -> None:
@@ -131,3 +129,49 @@ def test_missing_package_names_the_extra(module: str, monkeypatch: pytest.Monkey
     with pytest.raises(ImportError, match=rf"'ocr' cannot be loaded .*{module}.*flowgrpo_rc\[ocr\]") as caught:
         OCRReward()
     assert isinstance(caught.value.__cause__, ImportError)
+
+
+# ---------------------------------------------------------------------- targets and texts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "target"),
+    [
+        ('the text "42"', "42"),
+        ('a sign "Hello World" above "Bye"', "Hello World"),
+        ('"ab" first', "ab"),
+        ("it's 'single'", None),
+        ('only one " mark', None),
+        ('empty ""', None),
+        ('blank "  "', None),
+    ],
+)
+def test_quoted_target(prompt: str, target: str | None) -> None:
+    assert quoted_target(prompt) == target
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "expected"),
+    [
+        ("42", "42", 1.0),
+        ("", "42", 0.0),
+        ("4", "42", 0.5),  # one deletion of two
+        ("43", "42", 0.5),  # one substitution of two
+        ("24", "42", 0.0),  # two substitutions (or delete and insert): Levenshtein knows no swap
+        ("142", "42", 0.5),  # one insertion
+        ("7142999", "42", 0.0),  # five insertions, capped at the target's length
+        ("kitten", "sitting", 1 - 3 / 7),  # the textbook pair: distance 3
+        ("newyorkcity", " New\tYork\n CITY ", 1.0),
+        ("abcd", "ab", 0.0),  # lev 2 = len 2: asymmetric, the target's length divides
+        ("ab", "abcd", 0.5),
+    ],
+)
+def test_similarity_by_hand(text: str, target: str, expected: float) -> None:
+    assert text_similarity(text, target) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("7142999", 1.0), ("4 2", 1.0), ("24", 0.0), ("4", 0.5)])
+def test_contained_is_match_is_flow_grpos_rule(text: str, expected: float) -> None:
+    assert text_similarity(text, "42", contained_is_match=True) == expected
+    with pytest.raises(ValueError, match=r"target text '  ' is blank"):
+        text_similarity(text, "  ")

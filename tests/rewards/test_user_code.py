@@ -210,7 +210,7 @@ def test_a_file_that_never_loads_is_a_refusal(tmp_path: Path, source: str, where
         build(write(tmp_path, source), timeout_s=LIMIT)
 
 
-@pytest.mark.parametrize("timeout_s", [None, 30.0, 1e300])
+@pytest.mark.parametrize("timeout_s", [None, 30.0])
 def test_a_call_in_time(tmp_path: Path, timeout_s: float | None) -> None:
     mix = build(write(tmp_path, function(GOOD)), timeout_s=timeout_s)
     for _ in range(2):

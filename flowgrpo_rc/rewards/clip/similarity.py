@@ -18,6 +18,7 @@ from PIL import Image
 from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Published, Scorer
 from flowgrpo_rc.rewards.errors import brief_repr
+from flowgrpo_rc.rewards.registry import Rows
 
 COLUMN = "images"
 """The column of the prompt file, and key of ``metadata``, with the images of an edit."""
@@ -52,14 +53,7 @@ class SimilarityReward(Scorer):
             cosines = (self._encode_images(list(images)) * self._encode_images(references)[places]).sum(-1)
         return cosines.cpu().numpy()
 
-    def check_prompts(
-        self,
-        prompts: Sequence[str],
-        *,
-        image_size: tuple[int, int] | None,
-        sources: Sequence[str],
-        metadata: Sequence[Mapping[str, Any]] | None,
-    ) -> None:
+    def check_prompts(self, prompts: Sequence[str], *, sources: Sequence[str], metadata: Rows = None, **_: Any) -> None:
         """Refuse rows of ``metadata`` without a reference, before training; see ``RewardMix.check_prompts``. Reads the
         headers of files and not the pixels.
 

@@ -18,6 +18,7 @@ from flowgrpo_rc.rewards.http_client import Request, ServerError, send_all
 from flowgrpo_rc.rewards.judge import chat
 from flowgrpo_rc.rewards.judge.config import SECTION, JudgeConfig, JudgeQuestion
 from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer
+from flowgrpo_rc.rewards.registry import Places, Rows
 
 REFERENCES = "images"
 """The key of ``metadata`` that holds a prompt's reference images."""
@@ -111,14 +112,7 @@ class JudgeReward:
                 info.setdefault(CAPTIONS, [verdict.text for verdict in verdicts[column :: len(questions)]])
         return weighted_mean(table, [question.weight for question in questions], self.config.mean), info
 
-    def check_prompts(
-        self,
-        prompts: Sequence[str],
-        *,
-        image_size: tuple[int, int] | None = None,
-        sources: Sequence[str] | None = None,
-        metadata: Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
+    def check_prompts(self, prompts: Sequence[str], *, sources: Places = None, metadata: Rows = None, **_: Any) -> None:
         """Refuse prompts that lack the target, columns or references of a question, before training.
 
         Raises:

@@ -12,6 +12,7 @@ from flowgrpo_rc.rewards.answer import joined, read_answer
 from flowgrpo_rc.rewards.errors import AnswerError
 from flowgrpo_rc.rewards.http_client import Request as HTTPRequest
 from flowgrpo_rc.rewards.http_client import ServerError, send_all
+from flowgrpo_rc.rewards.registry import Places, Rows
 from flowgrpo_rc.rewards.remote import protocols
 from flowgrpo_rc.rewards.remote.config import SECTION, RemoteConfig
 from flowgrpo_rc.rewards.remote.images import encode
@@ -77,7 +78,7 @@ class RemoteReward:
         checked = []
         for part, name, answer in zip(parts, names, answers, strict=True):
             try:
-                checked.append(read_answer(self.name, (answer.scores, answer.info), prompts[part]))
+                checked.append(read_answer(self.name, answer, prompts[part]))
             except AnswerError as error:
                 raise ServerError(f"{self._url}: {name}: {error}") from error
         return joined(checked)
@@ -87,8 +88,8 @@ class RemoteReward:
         prompts: Sequence[str],
         *,
         image_size: tuple[int, int] | None = None,
-        sources: Sequence[str] | None = None,
-        metadata: Sequence[Mapping[str, Any]] | None = None,
+        sources: Places = None,
+        metadata: Rows = None,
     ) -> None:
         """Refuse rows that the protocol cannot send, and have a grey image scored for the first prompt, so that a
         server that is not there shows before training; see ``RewardMix.check_prompts``.

@@ -25,7 +25,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -59,12 +59,8 @@ class Request:
     """The other columns of the prompt file, a dict an image."""
 
 
-@dataclass(kw_only=True)
-class Answer:
-    """Unchecked scores, and the lists that the server reports beside them."""
-
-    scores: Any
-    info: dict[str, list[Any]] = field(default_factory=dict)
+Answer = tuple[Any, Mapping[str, list[Any]]]
+"""Unchecked scores, and the lists that the server reports beside them."""
 
 
 class JsonProtocol:
@@ -98,7 +94,8 @@ class JsonProtocol:
         return Request(files=files, prompts=prompts, metadata=rows)
 
     def write_answer(self, answer: Answer) -> bytes:
-        return self._write({"scores": np.asarray(answer.scores).tolist(), "info": _plain(answer.info)})
+        scores, info = answer
+        return self._write({"scores": np.asarray(scores).tolist(), "info": _plain(info)})
 
     def write_error(self, words: str) -> bytes:
         return self._write({"error": words})
@@ -109,8 +106,7 @@ class JsonProtocol:
         if "error" in content:
             raise ServerRefusal(str(content["error"]))
         # A server without reports may send null.
-        info = _mapping("the answer's info", content.get("info") or {})
-        return Answer(scores=_list(content, "scores"), info=dict(info))
+        return _list(content, "scores"), _mapping("the answer's info", content.get("info") or {})
 
     def _write(self, content: Mapping[str, Any]) -> bytes:
         try:
@@ -138,7 +134,7 @@ class VerlOmniProtocol(JsonProtocol):
 
     def write_answer(self, answer: Answer) -> bytes:
         # verl-omni's client reads nothing else.
-        return self._write({"scores": np.asarray(answer.scores).tolist()})
+        return self._write({"scores": np.asarray(answer[0]).tolist()})
 
     def _write(self, content: Mapping[str, Any]) -> bytes:
         return pickle.dumps(content, protocol=PICKLE)
@@ -173,12 +169,12 @@ class FlowGrpoProtocol:
         """Raises ``ValueError``."""
         content = _mapping("the answer", pickles.loads(body))
         if "scores" not in content:
-            return Answer(scores=_list(content, "outputs"))
+            return _list(content, "outputs"), {}
         # With "only_strict" the server fills its "rewards" and "group_rewards" with zeros.
         info = {"strict_accuracy": content["strict_rewards"]} if "strict_rewards" in content else {}
         groups = _mapping("the answer's group_strict_rewards", content.get("group_strict_rewards", {}))
         info |= {f"{tag}_strict_accuracy": values for tag, values in groups.items()}
-        return Answer(scores=_list(content, "scores"), info=info)
+        return _list(content, "scores"), info
 
 
 SERVED: dict[str, JsonProtocol] = {"json": JsonProtocol(), "verl_omni": VerlOmniProtocol()}

@@ -129,7 +129,7 @@ class RewardServer:
         else:
             self.requests += 1
             self.images += len(images)
-            answer.set_result(Answer(scores=result.parts[self.name], info=result.info[self.name]))
+            answer.set_result((result.parts[self.name], result.info[self.name]))
 
     def _server(self) -> Any:
         try:
