@@ -53,7 +53,9 @@ class SimilarityReward(Scorer):
             cosines = (self._encode_images(list(images)) * self._encode_images(references)[places]).sum(-1)
         return cosines.cpu().numpy()
 
-    def check_prompts(self, prompts: Sequence[str], *, sources: Sequence[str], metadata: Rows = None, **_: Any) -> None:
+    def check_prompts(
+        self, prompts: Sequence[str], *, sources: Sequence[str], metadata: Rows = None, **known: Any
+    ) -> None:
         """Refuse rows of ``metadata`` without a reference, before training; see ``RewardMix.check_prompts``. Reads the
         headers of files and not the pixels.
 

@@ -112,7 +112,9 @@ class JudgeReward:
                 info.setdefault(CAPTIONS, [verdict.text for verdict in verdicts[column :: len(questions)]])
         return weighted_mean(table, [question.weight for question in questions], self.config.mean), info
 
-    def check_prompts(self, prompts: Sequence[str], *, sources: Places = None, metadata: Rows = None, **_: Any) -> None:
+    def check_prompts(
+        self, prompts: Sequence[str], *, sources: Places = None, metadata: Rows = None, **known: Any
+    ) -> None:
         """Refuse prompts that lack the target, columns or references of a question, before training.
 
         Raises:
