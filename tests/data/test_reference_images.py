@@ -51,23 +51,6 @@ def png_of(width: int, height: int, bits: int = 8, colours: int = 2, pixels: byt
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def sixteen_bits(channels: int, colours: int) -> bytes:
-    """A whole PNG of 6 x 4 pixels; ``colours`` is the header's colour type."""
-    row = b"\0" + struct.pack(">H", 40000) * 6 * channels
-    return png_of(6, 4, 16, colours, row * 4)
-
-
-def sixteen_bit_tiff() -> bytes:
-    """A TIFF of one RGB pixel with 16 bits a value."""
-    short, long = 3, 4
-    bits_at = 8 + 2 + 9 * 12 + 4
-    tags = [(256, long, 1), (257, long, 1), (258, short, bits_at), (259, short, 1), (262, short, 2)]
-    tags += [(273, long, bits_at + 6), (277, short, 3), (278, long, 1), (279, long, 6)]
-    fields = b"".join(struct.pack("<HHII", tag, kind, 3 if tag == 258 else 1, value) for tag, kind, value in tags)
-    directory = struct.pack("<H", len(tags)) + fields + bytes(4)
-    return b"II*\0" + struct.pack("<I", 8) + directory + struct.pack("<HHH", 16, 16, 16) + b"\x40\x9c" * 3
-
-
 def animation(kind: str) -> bytes:
     return encoded(kind=kind, save_all=True, append_images=[PICTURE.rotate(90)])
 
@@ -163,10 +146,6 @@ def cut(content: bytes) -> bytes:
         (png_of(60000, 60000), "a is larger than 67,108,864 pixels; scale it down"),
         *((animation(kind), "a holds 2 pictures (an animation or several") for kind in ("PNG", "GIF", "WEBP", "TIFF")),
         (encoded(Image.fromarray(np.full((4, 6), 40000, np.uint16))), "a has more than 8 bits a value (mode I;16), wh"),
-        (sixteen_bits(3, 2), "a has more than 8 bits a value (mode RGB), which would be cut off"),
-        (sixteen_bits(2, 4), "a has more than 8 bits a value (mode"),  # grey with alpha
-        (sixteen_bits(4, 6), "a has more than 8 bits a value (mode RGBA), which would be cut off"),
-        (sixteen_bit_tiff(), "a has more than 8 bits a value (mode RGB), which would be cut off"),
         (encoded(Image.fromarray(np.ones((4, 6), np.float32)), "TIFF"), "a has more than 8 bits a value (mode F), wh"),
     ],
 )
@@ -219,22 +198,6 @@ def test_pixels_are_decoded_once_and_given_to_each_caller_anew(tmp_path: Path, m
     (tmp_path / "a.png").write_bytes(encoded(Image.new("RGB", (60, 40))))
     with pytest.raises(ValueError, match="has changed since the run began"):
         image.open()
-
-
-def test_pixels_that_are_kept_are_bounded() -> None:
-    kept = DecodedImages(limit=3 * 100)
-    shades = {name: Image.new("RGB", (10, 5), (shade, 0, 0)) for shade, name in enumerate("abc")}
-    kept.add("a", shades["a"])
-    kept.add("b", shades["b"])
-    kept.add("b", shades["b"])
-    assert kept.get("a").getpixel((0, 0)) == (0, 0, 0)
-    kept.add("c", shades["c"])
-    assert kept.get("b") is None  # "a" was asked for since
-    assert kept.get("a") is not None
-    assert kept.get("c").getpixel((0, 0)) == (2, 0, 0)
-    kept.add("large", Image.new("RGB", (11, 10)))
-    assert kept.get("large") is None
-    assert kept.get("c") is not None
 
 
 def test_records_travel_to_other_processes(tmp_path: Path) -> None:

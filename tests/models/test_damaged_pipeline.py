@@ -269,29 +269,3 @@ def test_a_run_is_refused_before_prompts_and_rewards_are_read(folder, small_conf
     config = small_config(f"actor_rollout_ref.model.path={folder}", "data.train_files=/no/such/file.txt")
     with pytest.raises(UnsupportedModelError, match="text_encoder/model.safetensors is cut off"):
         FlowGRPOTrainer(config)
-
-
-def test_the_command_ends_with_exit_code_2(folder, tmp_path, capsys):
-    from tests_support import overrides_of
-
-    from flowgrpo_rc.cli.main import main
-
-    damage.drop_weight(folder, "text_encoder")
-    path = f"actor_rollout_ref.model.path={folder}"
-    assert main(["demo", *overrides_of(tmp_path / "run", path)]) == 2
-    error = capsys.readouterr().err
-    assert "error: actor_rollout_ref.model.path" in error
-    assert "Traceback" not in error
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_a_missing_package_is_named(folder, monkeypatch):
-    """No download repairs that it is missing."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    def needs_scipy(*_, **__):
-        raise ImportError("Make sure to install scipy if you want to use beta sigmas.")
-
-    monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "from_pretrained", needs_scipy)
-    with pytest.raises(UnsupportedModelError, match="needs a package that is not installed .*scipy.*; install it"):
-        load_model(str(folder))

@@ -1,7 +1,6 @@
 """Prompts are encoded once: the store of their embeddings, who fills it, and when a text encoder is loaded."""
 
 import gc
-import os
 import shutil
 import threading
 import weakref
@@ -102,15 +101,6 @@ def test_files_of_others_are_seen_after_a_refresh(tmp_path):
     (tmp_path / "prompts-half.safetensors.writing").write_bytes(b"what a kill leaves")
     reader.refresh()
     assert reader.set_damaged_aside(rows(1)) == []
-
-
-def test_a_fifo_in_the_folder_is_left_alone(tmp_path):
-    """Opened, it would wait for a writer; the name is that of a file of the store."""
-    filled(tmp_path, rows(1))
-    os.mkfifo(tmp_path / "prompts-0.safetensors")
-    store = PromptStore(tmp_path, ENCODER)
-    assert len(store) == 1
-    assert store.set_damaged_aside(rows(1)) == []
 
 
 def test_a_store_of_another_text_encoder_is_refused(tmp_path):
