@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flowgrpo_rc.report.finding import PROBLEM, WATCH, Finding, HealthyRange, number
-from flowgrpo_rc.report.history import History, Series
+from flowgrpo_rc.report.history import History, NothingMeasuredError, Series
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Measurement:
     """A remedy that replaces the check's own."""
 
 
-# Returns None if the rows hold nothing to measure.
+# Returns None, or raises ``NothingMeasuredError``, if the rows hold nothing to measure.
 Measure = Callable[[History], Measurement | None]
 
 # Replaces a check's own advice, which would change nothing in the updates.
@@ -72,7 +72,10 @@ class Check:
         # Limits in nats per dimension mean nothing for log-probs in another unit.
         if limits is None or (self.of_densities and history.cps):
             return None
-        found = self.measure(history)
+        try:
+            found = self.measure(history)
+        except NothingMeasuredError:
+            found = None
         if found is None:
             return None
         level, limit = limits.judge(found.value)
@@ -103,10 +106,8 @@ def span_words(steps: tuple[int, int]) -> str:
 def recent_mean(*names: str, away_from: float | None = None) -> Measure:
     """Recent mean of the first of ``names`` that is logged, or its distance from ``away_from``."""
 
-    def measure(history: History) -> Measurement | None:
-        series = history.recent(*names)
-        if series is None:
-            return None
+    def measure(history: History) -> Measurement:
+        series = history.require(*names)
         value = series.mean
         says = f"{series.metric} is {number(value)}"
         if away_from is not None:
@@ -120,21 +121,21 @@ def recent_mean(*names: str, away_from: float | None = None) -> Measure:
 def recent_max(*names: str) -> Measure:
     """Largest recent value."""
 
-    def measure(history: History) -> Measurement | None:
-        series = history.recent(*names)
-        return None if series is None else Measurement(max(series.values), series.metric, series.span)
+    def measure(history: History) -> Measurement:
+        series = history.require(*names)
+        return Measurement(max(series.values), series.metric, series.span)
 
     return measure
 
 
-def against_clip(history: History, series: Series | None, what: str) -> Measurement | None:
+def against_clip(history: History, series: Series, what: str) -> Measurement | None:
     """The mean of ``series`` in half widths of a clip band that is centred at the engine, else None.
 
     ``what`` names the series; ``{metric}`` in it is replaced by its metric.
     """
     width = history.clip_width
     # Elsewhere the clip is centred at the actor, and the gap does not use it up.
-    if series is None or not width or not history.clips_at_the_engine:
+    if not width or not history.clips_at_the_engine:
         return None
     value = series.mean / width
     measured = f"{what.format(metric=series.metric)} is {number(series.mean)} {span_words(series.span)}"

@@ -9,23 +9,21 @@ from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import History
 
 
-def rejected(history: History) -> Measurement | None:
+def rejected(history: History) -> Measurement:
     """The share of steps or tokens that rejection removed."""
-    found = recent_mean("rollout_corr/rollout_rs_masked_fraction")(history)
-    kept = history.recent("actor/kept_fraction")
+    metric = "rollout_corr/rollout_rs_masked_fraction"
     # In bypass mode the rows may have the kept share alone.
-    if found is not None or kept is None:
-        return found
+    if history.recent(metric) is not None:
+        return recent_mean(metric)(history)
+    kept = history.require("actor/kept_fraction")
     value = 1 - kept.mean
     says = f"rejection removed {number(value)} of the samples (1 - {kept.metric}) {span_words(kept.span)}"
     return Measurement(value, kept.metric, kept.span, says)
 
 
-def weights_outside(history: History) -> Measurement | None:
+def weights_outside(history: History) -> Measurement:
     """The share of weights beyond the upper bound, and below the lower one."""
-    high = history.recent("rollout_corr/rollout_is_ratio_fraction_high")
-    if high is None:
-        return None
+    high = history.require("rollout_corr/rollout_is_ratio_fraction_high")
     low = history.recent("rollout_corr/rollout_is_ratio_fraction_low")
     value = high.mean + (low.mean if low is not None else 0.0)
     says = f"{number(value)} of the weights lay beyond the bounds {span_words(high.span)}"
@@ -34,9 +32,9 @@ def weights_outside(history: History) -> Measurement | None:
 
 def weights_at_the_bound(history: History) -> Measurement | None:
     """The share of recent steps whose largest weight reached the upper bound."""
-    largest = history.recent("rollout_corr/rollout_is_max")
-    importance = None if history.mode is None else history.mode.rollout_correction.plan().importance
-    if largest is None or importance is None:
+    largest = history.require("rollout_corr/rollout_is_max")
+    importance = history.mode.rollout_correction.plan().importance
+    if importance is None:
         return None
     bound = importance.upper
     # A truncated weight equals its bound up to rounding.

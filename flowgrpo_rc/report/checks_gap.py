@@ -3,15 +3,8 @@
 from statistics import median
 from typing import Any
 
-from flowgrpo_rc.gap.safety import (
-    CLIP,
-    CLIP_AT_TIMESTEP,
-    ENGINE_GAP,
-    LIMITS,
-    may_calibrate_clip,
-    widen_limit,
-)
-from flowgrpo_rc.report.check import Check, Measurement, against_clip, recent_max, recent_mean, span_words
+from flowgrpo_rc.gap.safety import CLIP, CLIP_AT_TIMESTEP, ENGINE_GAP, LIMITS, may_calibrate_clip, widen_limit
+from flowgrpo_rc.report.check import Check, Measure, Measurement, against_clip, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import WINDOW, History
 
@@ -29,12 +22,17 @@ FLOAT32 = {
 NOTHING = 1e-7
 
 
+def clip_share(what: str, *names: str) -> Measure:
+    """``against_clip`` of the first of ``names`` that is logged."""
+    return lambda history: against_clip(history, history.require(*names), what)
+
+
 def gap_at_the_worst_timestep(history: History) -> Measurement | None:
     """The largest gap of a timestep, in half widths of the clip band; a calibrated band follows each timestep."""
     by_timestep = history.by_timestep()
     names = (GAP[0], "rollout_corr/logprob_abs_diff", "actor/rollout_corr/logprob_abs_diff")
     steps = next((by_timestep[name] for name in names if name in by_timestep), None)
-    if steps is None or (history.mode is not None and history.mode.diffusion_loss.clip_ratio == "auto"):
+    if steps is None or history.mode.diffusion_loss.clip_ratio == "auto":
         return None
     # The mean over timesteps hides one that is clipped entirely.
     timestep, series = max(steps.items(), key=lambda item: item[1].mean)
@@ -46,11 +44,9 @@ def gap_growth(history: History) -> Measurement | None:
     # Only rescoring under equal weights separates the engine's gap from staleness.
     names = [GAP[0]]
     if not history.staleness:
-        names.append(GAP[1] if history.bypasses else GAP[2])
-    series = history.series(*names)
-    last = history.recent(*names)
-    if series is None or last is None or len(series) < 2 * WINDOW:
-        return None
+        names.append(GAP[1] if history.mode.bypasses else GAP[2])
+    series = history.whole(*names, least=2 * WINDOW)
+    last = history.require(*names)
     first = series.part(0, WINDOW)
     # Growth from rounding to rounding may be a large factor.
     if first.mean < NOTHING:
@@ -61,8 +57,8 @@ def gap_growth(history: History) -> Measurement | None:
 
 def gap_outliers(history: History) -> Measurement | None:
     """The largest gap of a batch over its mean, as the median of the recent batches."""
-    largest, mean = (history.recent(f"rollout_corr/logprob_abs_diff_{kind}") for kind in ("max", "mean"))
-    if largest is None or mean is None or len(largest) != len(mean) or min(mean.values) < NOTHING:
+    largest, mean = (history.require(f"rollout_corr/logprob_abs_diff_{kind}") for kind in ("max", "mean"))
+    if len(largest) != len(mean) or min(mean.values) < NOTHING:
         return None
     value = median(high / low for high, low in zip(largest.values, mean.values, strict=True))
     says = f"the largest |log ratio| of a batch is {number(value)} times its mean {span_words(largest.span)}"
@@ -83,15 +79,13 @@ def clipped(metric: str):
 
 def clipped_first(history: History) -> Measurement | None:
     """The share that the gap alone puts beyond the objective's limit."""
-    limit = history.objective.limit
-    if not history.has_limit:
+    limit = history.mode.objective.limit
+    if not history.mode.has_limit:
         return None
     # The metric is the share itself, and rescoring logs the same share in decoupled mode.
     if limit.share_per_metric == 1:
         return recent_mean(limit.share_metric, "rollout_sync/outside_clip")(history)
-    series = history.recent(limit.share_metric)
-    if series is None:
-        return None
+    series = history.require(limit.share_metric)
     share = limit.share_per_metric * series.mean
     says = f"{limit.share_per_metric} times {series.metric} is {number(share)} {span_words(series.span)}"
     return Measurement(limit.share_beyond(series.mean), series.metric, series.span, says)
@@ -132,9 +126,7 @@ GAP_CHECKS = (
     Check(
         name="gap_vs_clip",
         title="Gap against the clip band",
-        measure=lambda history: against_clip(
-            history, history.recent(GAP[1], GAP[0]), "the gap before each update ({metric})"
-        ),
+        measure=clip_share("the gap before each update ({metric})", GAP[1], GAP[0]),
         sde=HealthyRange(high=0.5, problem_high=0.8),
         tokens=None,
         reason="Of a normal gap, a tenth lies outside the clip band at .5 and a third at .8.",
@@ -152,9 +144,7 @@ GAP_CHECKS = (
     Check(
         name="staleness",
         title="Staleness against the clip band",
-        measure=lambda history: against_clip(
-            history, history.recent("rollout_sync/staleness_abs_mean"), "the staleness of the engine's adapter"
-        ),
+        measure=clip_share("the staleness of the engine's adapter", "rollout_sync/staleness_abs_mean"),
         sde=HealthyRange(high=0.5, problem_high=2.0),
         tokens=None,
         reason="Staleness uses up bypass mode's clip band too; four batches of lag gave about 1 and still learned.",

@@ -6,10 +6,10 @@ from dataclasses import replace
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from flowgrpo_rc.gap.safety import CLIP, ENGINE_GAP, REJECTED, USUAL_MODE, ZEROED, remedy
+from flowgrpo_rc.gap.safety import CLIP, ENGINE_GAP, REJECTED, ZEROED, remedy
 from flowgrpo_rc.report.check import Check, Measurement, recent_mean, span_words
 from flowgrpo_rc.report.finding import HealthyRange, number
-from flowgrpo_rc.report.history import REWARD, History, Series, finite
+from flowgrpo_rc.report.history import REWARD, ROLLOUT, History, Series
 
 # Standard errors that a fall must exceed: then one in 100 runs of 12 steps that only scatter is a false alarm, one
 # in 1000 of 60 steps.
@@ -36,42 +36,34 @@ def reward_unit(history: History, series: Series) -> float:
     return max(abs(series.mean), pstdev(series.values)) or 1.0
 
 
-def thirds(series: Series | None) -> list[Series] | None:
-    """The first, the middle and the last third; None if the run is too short for a trend."""
-    if series is None or len(series) < ENOUGH:
-        return None
+def thirds(series: Series) -> list[Series]:
+    """The first, the middle and the last third."""
     length = len(series) // 3
     return [series.part(0, length), series.part(length, 2 * length), series.part(2 * length, len(series))]
 
 
-def reward_fall(history: History) -> Measurement | None:
+def reward_fall(history: History) -> Measurement:
     """Fall of the training reward from its best earlier third to its last third."""
-    series = history.series(*REWARD)
-    parts = thirds(series)
-    if series is None or parts is None:
-        return None
-    *before, last = parts
+    series = history.whole(*REWARD, least=ENOUGH)
+    *before, last = thirds(series)
     best = max(before, key=lambda part: part.mean)
     error = scatter(series.values) * math.sqrt(1 / len(best) + 1 / len(last))
     # Noise alone makes the best third better than the last.
     fall = best.mean - last.mean
-    ends = f"from {number(best.mean)} (steps {best.span[0]}-{best.span[1]}) to {number(last.mean)} "
-    ends += f"(steps {last.span[0]}-{last.span[1]})"
+    ends = " to ".join(f"{number(part.mean)} (steps {part.span[0]}-{part.span[1]})" for part in (best, last))
     if fall <= max(SIGNIFICANT * error, 0.0):
-        return Measurement(0.0, series.metric, series.span, f"{series.metric} went {ends}")
+        return Measurement(0.0, series.metric, series.span, f"{series.metric} went from {ends}")
     value = fall / reward_unit(history, series)
-    says = f"{series.metric} fell {ends}, {number(value)} standard deviations of a batch"
+    says = f"{series.metric} fell from {ends}, {number(value)} standard deviations of a batch"
     return Measurement(value, series.metric, series.span, says)
 
 
-def held_out_fall(history: History) -> Measurement | None:
+def held_out_fall(history: History) -> Measurement:
     """Fall of the held-out reward from its best earlier few to the last few.
 
     The best of many is high by chance alone, hence the logarithm in the threshold.
     """
-    series = history.series("val/reward/mean")
-    if series is None or len(series) < 4:
-        return None
+    series = history.whole("val/reward/mean", least=4)
     few = 2 if len(series) < 6 else 3
     last = series.part(-few, len(series))
     earlier = [series.part(i, i + few) for i in range(len(series) - 2 * few + 1)]
@@ -89,10 +81,11 @@ def held_out_fall(history: History) -> Measurement | None:
 
 def _held_out_advice(history: History) -> str | None:
     """The training reward of the same time separates the two causes."""
-    parts = thirds(history.series(*REWARD))
-    if parts is None:
+    rewards = history.series(*REWARD)
+    if rewards is None or len(rewards) < ENOUGH:
         return None
-    if parts[2].mean > parts[0].mean:
+    first, _, last = thirds(rewards)
+    if last.mean > first.mean:
         return (
             "The training reward climbs meanwhile, so the policy learns the reward's weakness or the prompts by heart: "
             "look at the samples, stop at the best checkpoint, set actor.use_kl_loss=true, or add prompts."
@@ -102,10 +95,8 @@ def _held_out_advice(history: History) -> str | None:
 
 def gradient_jump(history: History) -> Measurement | None:
     """The largest recent gradient norm over the usual one."""
-    series = history.series("actor/grad_norm")
-    recent = history.recent("actor/grad_norm")
-    if series is None or recent is None or len(series) < ENOUGH:
-        return None
+    series = history.whole("actor/grad_norm", least=ENOUGH)
+    recent = history.require("actor/grad_norm")
     # A mean would contain the jump itself.
     usual = median(series.values)
     if usual <= 0:
@@ -117,9 +108,9 @@ def gradient_jump(history: History) -> Measurement | None:
 
 def policy_shift(history: History) -> Measurement | None:
     """The mean log ratio to the old policy, in half widths of the clip band."""
-    series = history.recent("actor/ppo_kl")
+    series = history.require("actor/ppo_kl")
     width = history.clip_width
-    if series is None or not width or not history.clips_the_ratio:
+    if not width or not history.clips_the_ratio:
         return None
     says = f"actor/ppo_kl is {number(series.mean)} {span_words(series.span)}, the clip band {number(width)}"
     return Measurement(abs(series.mean) / width, series.metric, series.span, says)
@@ -134,11 +125,9 @@ GUARDED = {
 }
 
 
-def guard_alarms(history: History) -> Measurement | None:
+def guard_alarms(history: History) -> Measurement:
     """1 if the guard raises alarms or has left bypass mode, else 0, with the causes."""
-    alarms = history.recent("guard/alarms")
-    if alarms is None:
-        return None
+    alarms = history.require("guard/alarms")
     # Rows of a resumed run may hold alarms of its earlier mode, which is_raised ignores.
     causes = [name for name in GUARDED if history.is_raised(f"guard/alarm_{name}")]
     over = f": {', '.join(GUARDED[name] for name in causes)}" if causes else ""
@@ -147,20 +136,18 @@ def guard_alarms(history: History) -> Measurement | None:
         # The alarm was raised under the configured limit, but decoupled mode is no remedy any more.
         mode = replace(mode, rollout_correction=replace(mode.rollout_correction, bypass_mode=False))
     advice = " ".join(dict.fromkeys(f"{remedy(name, mode)}." for name in causes)) or None
-    metric = "guard/fallback" if history.fallen_back else "guard/alarms"
-    state = "raises alarms" if history.is_raised("guard/alarms") else "is quiet"
+    metric, state, value = "guard/alarms", "is quiet", 0.0
     if history.fallen_back:
-        state = "has the run in decoupled mode"
+        metric, state, value = "guard/fallback", "has the run in decoupled mode", 1.0
+    elif history.is_raised("guard/alarms"):
+        state, value = "raises alarms", 1.0
     says = f"the guard {state} at step {alarms.steps[-1]}{over}"
-    return Measurement(float(state != "is quiet"), metric, alarms.span, says, advice)
+    return Measurement(value, metric, alarms.span, says, advice)
 
 
-def not_finite(history: History) -> Measurement | None:
+def not_finite(history: History) -> Measurement:
     """Number of values that are NaN or infinite; a half for broken lines or repeated steps."""
-    if not history.rows:
-        return None
-    found = history.not_finite
-    bad = [(step, name) for step, name, value in found if _is_not_finite(value, name in history.numeric)]
+    bad = [(step, name) for step, name, value in history.not_finite if _is_not_finite(value, name, history)]
     span = (history.steps[0], history.steps[-1])
     if bad:
         names = ", ".join(dict.fromkeys(name for _, name in bad[:5]))
@@ -177,16 +164,12 @@ def not_finite(history: History) -> Measurement | None:
     return Measurement(0.0, "metrics.jsonl", span, f"{len(history.rows)} rows, every value finite")
 
 
-def _is_not_finite(value: Any, is_numeric: bool) -> bool:
+def _is_not_finite(value: Any, name: str, history: History) -> bool:
     """NaN or infinity, also as text or null if other rows hold numbers of that name."""
     if isinstance(value, (int, float)):
-        return finite(value) is None
-    if not is_numeric:
-        return False
-    return value is None or (isinstance(value, str) and value.strip().lower().lstrip("+-") in NOT_FINITE)
-
-
-NOT_FINITE = ("nan", "inf", "infinity")
+        return True
+    text = "nan" if value is None else str(value).strip().lower().lstrip("+-")
+    return text in ("nan", "inf", "infinity") and history.series(name) is not None
 
 
 LOG_CHECK = Check(
@@ -204,9 +187,9 @@ LOG_CHECK = Check(
 
 def advice_on_alarms(history: History) -> str:
     """The alarm's own remedy; with a plain clip band in bypass mode and a guard that only warns, the usual ones."""
-    mode = history.mode or USUAL_MODE
+    mode = history.mode_for_remedies
     plain = mode.diffusion_loss.clip_ratio != "auto" and not mode.diffusion_loss.has_sides
-    clips = mode.limits_the_gap and mode.objective.clips_plain_ratio
+    clips = mode.limits_the_gap and mode.objective.clips_plain_ratio and not history.fallen_back
     usual = clips and plain and mode.rollout_correction.guard != "fallback"
     more = ": widen clip_ratio or set it to auto, or set guard=fallback" if usual else ""
     return f"Do what the alarm said{more}."
@@ -214,25 +197,25 @@ def advice_on_alarms(history: History) -> str:
 
 # Steps that the check on waiting needs: in the first, nothing has been drawn ahead yet.
 ENOUGH_AHEAD = 4
-AHEAD = "actor_rollout_ref.rollout.ahead"
 
 
 def waiting(history: History) -> Measurement | None:
     """Share of the time that engines were idle, or that the trainer waited for images if that is more."""
-    busy = history.recent("perf/engines_busy")
-    waits = history.recent("perf/trainer_waits")
-    if busy is None or waits is None or len(busy) < ENOUGH_AHEAD:
+    busy = history.require("perf/engines_busy")
+    waits = history.require("perf/trainer_waits")
+    if len(busy) < ENOUGH_AHEAD:
         return None
     # Both sides of one split wait at different times, so both shares count.
     idle = 1 - busy.mean
     says = f"engines were idle {idle:.0%} of the time, the trainer waited for images {waits.mean:.0%} of it, "
     says += span_words(busy.span)
+    worse, value, advice = busy, idle, _if_rewards_are_slow(history)
     if waits.mean > idle:
+        worse, value = waits, waits.mean
         advice = "Give the engines more GPUs (rollout.devices, rollout.engines), or draw in a lower rollout.dtype."
-        return Measurement(waits.mean, waits.metric, waits.span, says, _if_they_take_turns(history) or advice)
-    return Measurement(
-        idle, busy.metric, busy.span, says, _if_they_take_turns(history) or _if_rewards_are_slow(history)
-    )
+    if not history.setting(f"{ROLLOUT}.ahead", 0):
+        advice = "Set rollout.ahead=1: the engines draw a batch while the trainer learns from the one before."
+    return Measurement(value, worse.metric, worse.span, says, advice)
 
 
 def _if_rewards_are_slow(history: History) -> str | None:
@@ -245,13 +228,6 @@ def _if_rewards_are_slow(history: History) -> str | None:
         f"The trainer waits for rewards ({reward.mean:.3g} s a step) longer than it learns ({update.mean:.3g} s): have "
         "a server score them while it learns (reward.remote with streams=true), or make the server faster."
     )
-
-
-def _if_they_take_turns(history: History) -> str | None:
-    """The remedy if trainer and engines take turns, else None."""
-    if history.setting(AHEAD, 0):
-        return None
-    return "Set rollout.ahead=1: the engines draw a batch while the trainer learns from the one before."
 
 
 LEARNING_CHECKS = (

@@ -15,7 +15,6 @@ from flowgrpo_rc.actor.config import DiffusionLossConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.gap.safety import USUAL_MODE, remedy
-from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective
 from flowgrpo_rc.sde.types import SDE_TYPES
 
 # Training steps that count as recent: enough that one unlucky batch raises no alarm.
@@ -28,11 +27,16 @@ TIMESTEP = re.compile(
 
 # Larger values count as infinite, since their squares are; for the same reason values below its inverse count as 0.
 LARGEST = 1e150
-CORRECTION = "rollout_corr/"
 # Training reward: here, and in verl.
 REWARD = ("reward/mean", "critic/rewards/mean", "critic/score/mean")
 LOSS = "actor_rollout_ref.actor.diffusion_loss"
 ROLLOUT = "actor_rollout_ref.rollout"
+# In force for a run whose mode is not known: the objective's limit acts, and no gap uses it up.
+UNKNOWN_MODE = ModeInForce(RolloutCorrectionConfig(bypass_mode=False), DiffusionLossConfig())
+
+
+class NothingMeasuredError(LookupError):
+    """A run logged too little of a metric to measure something on it."""
 
 
 @dataclass(frozen=True)
@@ -89,45 +93,34 @@ class History:
         self.config = config
         self.timeline = timeline
         self.broken_lines = broken_lines
-        # Two runs in one folder, or a restored log, may leave rows out of order.
         steps = _steps(rows)
         trained_at = [step for step, row in zip(steps, rows, strict=True) if _trained(row)]
         highest = itertools.accumulate(trained_at, max)
         self.repeated = [step for step, before in zip(trained_at[1:], highest, strict=False) if step <= before]
         """Training steps that were logged after the same or a later one, for example by two runs in one folder."""
+        # Two runs in one folder, or a restored log, may leave rows out of order.
         in_order = sorted(zip(steps, rows, strict=True), key=lambda pair: pair[0])
         self.rows = [row for _, row in in_order]
         self.steps = sorted(steps)
         self.trained = sorted(set(trained_at))
         """The steps that logged more than a validation."""
-        self._place = {step: i for i, step in enumerate(self.trained)}
-        self.names: list[str] = []
-        """Every metric that was logged, in order of its first row."""
-        self.numeric: set[str] = set()
-        """Metrics that were a number at least once, NaN and infinity among them."""
         self.not_finite: list[tuple[int, str, Any]] = []
         """Step, metric and value of everything logged that is no finite number."""
+        # Finite values as ``{metric: {row: value}}``, since most of the metrics that checks look up are not there.
         self._columns: dict[str, dict[int, float]] = {}
-        self._read_columns()
-        # Checks and panels read the same metrics.
-        self._series = functools.cache(self._read)
-
-    def _read_columns(self) -> None:
-        """Sort the finite values by metric, as ``{row: value}``, in the only pass over all rows.
-
-        Checks and panels look up some hundred names, most of which a run does not log.
-        """
-        for number, row in enumerate(self.rows):
+        for number, (step, row) in enumerate(in_order):
             for name, logged in row.items():
                 column = self._columns.setdefault(name, {})
                 value = finite(logged)
                 if value is None:
-                    self.not_finite.append((self.steps[number], name, logged))
+                    self.not_finite.append((step, name, logged))
                 else:
                     column[number] = value
-        self.numeric = {name for name, column in self._columns.items() if column}
-        self.numeric |= {name for _, name, logged in self.not_finite if isinstance(logged, (int, float))}
         self.names = [name for name in self._columns if name != "step"]
+        """Every metric that was logged, in order of its first row."""
+        self._place = {step: i for i, step in enumerate(self.trained)}
+        # Checks and panels read the same metrics.
+        self._series = functools.cache(self._read)
 
     def series(self, *names: str) -> Series | None:
         """The first of ``names`` that is still logged, else the first that ever was."""
@@ -136,16 +129,13 @@ class History:
 
     def _read(self, name: str) -> Series | None:
         """One metric; a ``rollout_corr/`` name also from rows where the actor logged it, as in bypass mode."""
-        column = self._columns.get(name, {})
-        metric = name
-        by_actor = self._columns.get(f"actor/{name}", {}) if name.startswith(CORRECTION) else {}
-        if by_actor:
-            # The guard changes the mode during a run, and with it the name.
-            column = dict(sorted({**by_actor, **column}.items()))
+        own = self._columns.get(name, {})
+        # The guard changes the mode during a run, and with it the name.
+        by_actor = self._columns.get(f"actor/{name}", {}) if name.startswith("rollout_corr/") else {}
+        column = dict(sorted({**by_actor, **own}.items()))
         if not column:
             return None
-        if next(reversed(column)) not in self._columns.get(name, {}):
-            metric = f"actor/{name}"
+        metric = name if max(column) in own else f"actor/{name}"
         steps = tuple(self.steps[number] for number in column)
         return Series(metric, steps, tuple(column.values()), self._now_from(steps))
 
@@ -166,6 +156,28 @@ class History:
         """``series(...).now``."""
         series = self.series(*names)
         return None if series is None else series.now
+
+    def require(self, *names: str) -> Series:
+        """``recent``, of a metric that a measurement cannot do without.
+
+        Raises:
+            NothingMeasuredError: the metric is not logged.
+        """
+        series = self.recent(*names)
+        if series is None:
+            raise NothingMeasuredError(f"{', '.join(names)}: not logged")
+        return series
+
+    def whole(self, *names: str, least: int) -> Series:
+        """``series``, with at least so many points.
+
+        Raises:
+            NothingMeasuredError: there are fewer.
+        """
+        series = self.series(*names)
+        if series is None or len(series) < least:
+            raise NothingMeasuredError(f"{', '.join(names)}: logged less than {least} times")
+        return series
 
     def is_raised(self, name: str) -> bool:
         """Return true if a metric that is 0 while all is well, such as the guard's, is above 0 now."""
@@ -219,9 +231,8 @@ class History:
             return None
         correction = self.setting("algorithm.rollout_correction")
         resolved = self.setting("actor_rollout_ref.actor.rollout_correction")
-        loss = self.setting(LOSS) or {}
         known = {field.name for field in fields(DiffusionLossConfig)}
-        options = {key: as_number(value) for key, value in loss.items() if key in known}
+        options = {key: value for key, value in (self.setting(LOSS) or {}).items() if key in known}
         try:
             # Warnings about a dialect were given when the run started.
             with warnings.catch_warnings():
@@ -240,11 +251,10 @@ class History:
         return self.is_raised("guard/fallback")
 
     @functools.cached_property
-    def mode(self) -> ModeInForce | None:
-        """The mode in force: the configured one, or decoupled mode after a fallback."""
-        mode = self.configured_mode
-        falls_back = mode is not None and mode.has_limit and self.fallen_back
-        return mode.decoupled() if mode is not None and falls_back else mode
+    def mode(self) -> ModeInForce:
+        """The mode in force: the configured one, or decoupled mode after a fallback; ``UNKNOWN_MODE`` without one."""
+        mode = self.configured_mode or UNKNOWN_MODE
+        return mode.decoupled() if mode.has_limit and self.fallen_back else mode
 
     @property
     def mode_for_remedies(self) -> ModeInForce:
@@ -263,49 +273,30 @@ class History:
         return remedy(figure, self.mode_for_remedies, fallen_back=self.fallen_back)
 
     @property
-    def bypasses(self) -> bool:
-        """The run is in bypass mode now."""
-        return self.mode is not None and self.mode.bypasses
-
-    @property
-    def objective(self) -> Objective:
-        """The run's objective; the default one if the mode is unknown."""
-        return OBJECTIVES[DEFAULT] if self.mode is None else self.mode.objective
-
-    @property
-    def has_limit(self) -> bool:
-        """The objective's limit acts: REINFORCE in bypass mode has none."""
-        return self.mode is None or self.mode.has_limit
-
-    @property
     def clips(self) -> bool:
         """A ratio is clipped; an objective may bound a divergence instead."""
-        return self.has_limit and self.objective.clips
+        return self.mode.has_limit and self.mode.objective.clips
 
     @property
     def clips_the_ratio(self) -> bool:
         """The plain ratio is clipped, not one that the objective has normalised."""
-        return self.has_limit and self.objective.clips_plain_ratio
+        return self.mode.has_limit and self.mode.objective.clips_plain_ratio
 
     @property
     def clips_at_the_engine(self) -> bool:
         """PPO's clip of the plain ratio is centred at the engine's log-probs now."""
-        return self.bypasses and self.clips_the_ratio
+        return self.mode.bypasses and self.clips_the_ratio
 
     @property
     def weights_act(self) -> bool:
         """Importance weights enter the loss or reject; in bypass mode with PPO they only diagnose."""
-        if self.mode is None:
-            return True
         correction = self.mode.rollout_correction
         return correction.weights_act or correction.rollout_is_mode == "mask"
 
     @property
     def clip_width(self) -> float | None:
         """Half width of the clip band: the narrower side, or the recent mean of a calibrated band; None if unknown."""
-        section = self.setting(LOSS)
-        configured = isinstance(section, Mapping) and any(key.startswith("clip_ratio") for key in section)
-        if self.mode is None or not configured:
+        if self.configured_mode is None or not any(key.startswith("clip_ratio") for key in self.setting(LOSS) or ()):
             return None
         # After a fallback a calibrated band is its lower bound, which is in the mode already.
         loss = self.mode.diffusion_loss
@@ -321,14 +312,6 @@ def finite(value: Any) -> float | None:
     if not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
         return None
     return float(value) if abs(value) > 1 / LARGEST else 0.0
-
-
-def as_number(value: Any) -> Any:
-    """Text that spells a number as that number, since YAML reads ``1e-3`` as text; other values as they are."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:

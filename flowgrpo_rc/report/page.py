@@ -1,19 +1,23 @@
-"""One self-contained HTML page about a run: no script, no request, pictures inline.
+"""One self-contained HTML page about a run: no script, no request, pictures inline as data URIs.
 
 ``page.html`` is its jinja2 template, ``page.css`` its style; this module gathers the values.
 """
 
+import base64
 import html
+import io
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.report.figures import figures, picture_uri
+from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.report.finding import OK, PROBLEM, WATCH, Finding, number, worst
 from flowgrpo_rc.report.health import check_health, not_checked
 from flowgrpo_rc.report.history import History, finite
+from flowgrpo_rc.report.panel import SETTINGS, Panel, draw_panel
+from flowgrpo_rc.report.panels import logged_panels
 from flowgrpo_rc.report.run import Run
 from flowgrpo_rc.report.setting import headline, progress, settings
 from flowgrpo_rc.report.summary import key_numbers
@@ -26,6 +30,10 @@ SIGNS = {OK: "✓", WATCH: "!", PROBLEM: "✕"}
 PROBE_VERDICTS = {OK: "Safe", WATCH: "Not shown safe", PROBLEM: "Not safe"}
 # Columns of the probe's table after the timestep, with their keys.
 PROBE_COLUMNS = {"mean |l|": "abs_mean", "90 %": "abs_q90", "largest": "abs_max", "nats": "nats", "clipped": "clipped"}
+# Inches of a figure; small, so that the text is still legible if the picture fills a phone's width.
+SIZE = (4.3, 2.75)
+# Pixels of a sample grid; a larger one is scaled down, so that the page stays small enough to mail.
+LONGEST_SIDE = 4096
 
 
 def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[Finding]]:
@@ -40,7 +48,8 @@ def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[F
     target = run.root / "report.html" if path is None else Path(path)
     if target.is_dir():
         raise IsADirectoryError(f"{target}: is a folder; give the name of a file")
-    if not _may_be_replaced(target):
+    # A typo must not cost a run its records.
+    if target.exists() and not _is_page(target):
         raise FileExistsError(f"{target}: is there already and is no page of a report; give another name")
     findings = check_health(run.rows, run.config, broken_lines=run.broken_lines)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,15 +59,9 @@ def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[F
     return target, findings
 
 
-def _may_be_replaced(target: Path) -> bool:
-    """Return true unless ``target`` is something else than a page; a typo must not cost a run its records."""
-    if not target.exists():
-        return True
-    if not target.is_file():
-        return False
-    with target.open("rb") as file:
-        start = file.read(len(DOCTYPE))
-    return start in (b"", DOCTYPE.encode())
+def _is_page(target: Path) -> bool:
+    """Return true for an earlier page and for an empty file."""
+    return target.is_file() and target.read_bytes()[: len(DOCTYPE)] in (b"", DOCTYPE.encode())
 
 
 def build_page(run: Run, findings: Sequence[Finding]) -> str:
@@ -78,7 +81,7 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
         signs=SIGNS,
         name=run.root.resolve().name,
         verdict=worst(findings),
-        headline=headline(list(findings), history),
+        headline=headline(findings, history),
         progress=progress(history),
         key_numbers=key_numbers(history),
         findings=findings,
@@ -106,15 +109,64 @@ def _sentence(text: str) -> str:
     return f"{start}."
 
 
-def _samples(run: Run) -> list[dict[str, str | None]]:
-    """The grids, each as a picture or with the reason for its absence."""
+def figures(history: History) -> list[dict[str, str]]:
+    """Title, picture, values in words and caption of every panel; without a picture, the reason as the caption."""
     found = []
-    titles = ("Before", "Now")[-len(run.samples) :]
-    for title, path in zip(titles, run.samples, strict=False):
-        uri, fault = picture_uri(path)
-        step = path.stem.removeprefix("step_").lstrip("0") or "0"
-        found.append({"title": title, "step": step, "uri": uri, "file": path.name, "fault": fault})
+    for panel in logged_panels(history):
+        figure = {"title": panel.title, "alt": f"{panel.title}: {panel.words(history)}", "caption": panel.caption}
+        try:
+            figure["uri"] = render(panel, history)
+        # matplotlib raises errors of many classes, and a missing picture is no reason to lose the page.
+        except Exception as error:
+            figure["caption"] = f"This figure cannot be drawn ({type(error).__name__}: {one_line(error, 200)})."
+        found.append(figure)
     return found
+
+
+def render(panel: Panel, history: History) -> str:
+    """One panel as an SVG data URI for light pages, which dark ones invert; the same bytes for the same run."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        draw_panel(panel, history, figure)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _data_uri("image/svg+xml", buffer)
+
+
+def picture_uri(path: Path) -> str | None:
+    """A PNG file as a data URI; None if it cannot be read."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    try:
+        with Image.open(path) as image:
+            image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+            image.save(buffer, format="PNG")
+    # Pillow raises these for a file that is cut off, as one that is being written.
+    except (OSError, SyntaxError, ValueError):
+        return None
+    return _data_uri("image/png", buffer)
+
+
+def _data_uri(kind: str, content: io.BytesIO) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content.getvalue()).decode('ascii')}"
+
+
+def _samples(run: Run) -> list[dict[str, str | None]]:
+    """The first and the last sample grid."""
+    titles = ("Before", "Now")[-len(run.samples) :]
+    return [
+        {
+            "title": title,
+            "step": path.stem.removeprefix("step_").lstrip("0") or "0",
+            "uri": picture_uri(path),
+            "file": path.name,
+        }
+        for title, path in zip(titles, run.samples, strict=False)
+    ]
 
 
 def _probe(probe: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,27 +175,18 @@ def _probe(probe: Mapping[str, Any]) -> dict[str, Any]:
     level = OK if advice.get("safe") else PROBLEM
     if advice.get("verdict") == "not shown safe":
         level = WATCH
-    rows = []
-    for step in [*probe["steps"], probe["overall"]]:
-        timestep = "all" if step.get("timestep") is None else _cell(step["timestep"])
-        rows.append([timestep, *(_cell(step.get(key)) for key in PROBE_COLUMNS.values())])
-    drift = probe.get("drift") or {}
-    # One per step, in their order, and the one of all together.
-    drifts = [*drift["timesteps"], drift] if drift else []
-    for row, one in zip(rows, drifts, strict=False):
-        row.append(_with_interval(one))
-    return {
-        "level": level,
-        "verdict": PROBE_VERDICTS[level],
-        "reasons": advice.get("reasons", ()),
-        "heads": ["timestep", *PROBE_COLUMNS, *(["drift"] if drift else [])],
-        "rows": rows,
-    }
-
-
-def _with_interval(figure: Mapping[str, Any]) -> str:
-    ends = figure["interval"]
-    return f"{_cell(figure['value'])} ({_cell(ends['low'])} to {_cell(ends['high'])})"
+    steps = [*probe["steps"], {**probe["overall"], "timestep": None}]
+    rows = [[_cell(step.get(key)) for key in ("timestep", *PROBE_COLUMNS.values())] for step in steps]
+    rows[-1][0] = "all"
+    heads = ["timestep", *PROBE_COLUMNS]
+    if drift := probe.get("drift"):
+        heads.append("drift")
+        # One per step, in their order, and the one of all together.
+        for row, one in zip(rows, [*drift["timesteps"], drift], strict=False):
+            low, high = _cell(one["interval"]["low"]), _cell(one["interval"]["high"])
+            row.append(f"{_cell(one['value'])} ({low} to {high})")
+    verdict = PROBE_VERDICTS[level]
+    return {"level": level, "verdict": verdict, "reasons": advice.get("reasons", ()), "heads": heads, "rows": rows}
 
 
 def _cell(value: Any) -> str:

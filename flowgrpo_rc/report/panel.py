@@ -113,8 +113,10 @@ class Level:
 
     def draw(self, axes: Any) -> None:
         """Draw it on matplotlib axes."""
-        limit = {"color": RED, "label": self.label, **LIMIT_STYLE, "linestyle": self.linestyle}
-        axes.axhline(self.value, **(limit if self.label else {"color": SOFT, "linewidth": 0.8}))
+        if self.label:
+            axes.axhline(self.value, color=RED, label=self.label, **LIMIT_STYLE | {"linestyle": self.linestyle})
+        else:
+            axes.axhline(self.value, color=SOFT, linewidth=0.8)
 
 
 Value = TypeVar("Value")
@@ -193,12 +195,14 @@ class TimestepPanel(Panel):
 
         Metrics in nats are left out too; they repeat the others in another unit.
         """
-        found = {}
-        for metric, steps in history.by_timestep().items():
-            is_a_size = not metric.endswith("gap_mean") and "nats" not in metric
-            if is_a_size and len(steps) > 1 and any(max(series.values) > 0 for series in steps.values()):
-                found[metric] = steps
-        return found
+        return {
+            metric: steps
+            for metric, steps in history.by_timestep().items()
+            if not metric.endswith("gap_mean")
+            and "nats" not in metric
+            and len(steps) > 1
+            and any(max(series.values) > 0 for series in steps.values())
+        }
 
     def words(self, history: History) -> str:
         found = []

@@ -1,10 +1,12 @@
 """The kind of run, in words: headline, progress, and the settings that matter for the gap."""
 
+from collections.abc import Sequence
+
 from flowgrpo_rc.report.finding import OK, WATCH, Finding, number, worst
 from flowgrpo_rc.report.history import LOSS, ROLLOUT, History, finite
 
 
-def headline(findings: list[Finding], history: History) -> str:
+def headline(findings: Sequence[Finding], history: History) -> str:
     """The verdict in a few words."""
     level = worst(findings)
     count = sum(f.level == level for f in findings)
@@ -61,8 +63,8 @@ def settings(history: History) -> list[tuple[str, str]]:
 
 def _limit(history: History) -> str:
     """The objective's limit with its number."""
-    limit = history.objective.limit
-    if not history.objective.clips:
+    limit = history.mode.objective.limit
+    if not history.mode.objective.clips:
         return f"{limit.key} {history.setting(f'{LOSS}.{limit.key}')}"
     width = history.clip_width
     if history.setting(f"{LOSS}.clip_ratio") == "auto":

@@ -21,6 +21,9 @@ WAIT = "rollout"
 DRAW = "draw"
 PALE = "#c4ccd6"
 PURPLE = "#7b4fa3"
+# Legend entries and colours of the trainer's stages, and of an engine's work.
+STAGES = {WAIT: (WAIT, BLUE), "reward": ("reward", GREEN), "update": ("update", ORANGE)}
+WORK = {"sync": ("takes adapter", PURPLE), "lost": ("lost", RED)}
 # Colours of draws, by the version of their adapter in turn.
 OF_VERSIONS = (BLUE, "#6fa8dc", "#1d3f66")
 # Share of the picture's width below which a bar has no room for a number.
@@ -76,33 +79,31 @@ def last_lanes(lines: Sequence[Mapping[str, Any]], steps: int = STEPS) -> Lanes 
     usable = [line for line in lines if isinstance(line.get("step"), int) and _bars(line.get("stages"))]
     # Clocks of different starts have different zeros.
     shown = [line for line in usable if line.get("started") == usable[-1].get("started")][-steps:]
-    trainer = [bar for line in shown for bar in _bars(line["stages"])]
-    if not trainer:
+    if not shown:
         return None
+    stages = [_bars(line["stages"]) for line in shown]
     engines: dict[str, list[Bar]] = {}
     for line in shown:
         for name, done in (line.get("engines") or {}).items():
             engines.setdefault(name, []).extend(_bars(done))
-    begin = min(bar.begin for bar in trainer)
+    begin = min(bar.begin for bars in stages for bar in bars)
     # A stage may end after one of the next step has begun, so ends are accumulated.
-    ends = list(itertools.accumulate((max(bar.end for bar in _bars(line["stages"])) for line in shown), max))
+    ends = list(itertools.accumulate((max(bar.end for bar in bars) for bars in stages), max))
     if ends[-1] <= begin:
         return None
     lanes = dict(itertools.islice(sorted(engines.items()), MOST_ENGINES))
+    trainer = list(itertools.chain.from_iterable(stages))
     return Lanes((shown[0]["step"], shown[-1]["step"]), begin, ends, trainer, lanes, len(engines) - len(lanes))
 
 
-def _bars(listed: Any) -> list[Bar]:
+def _bars(listed: Sequence[Any] | None) -> list[Bar]:
     """Bars of ``[what, begin, end]`` or ``[what, begin, end, images, version]`` each."""
-    return [bar for one in listed if (bar := _bar(one)) is not None] if isinstance(listed, list) else []
-
-
-def _bar(one: list[Any]) -> Bar | None:
-    what, begin, end, *drawn = one
-    # A run that is killed may leave a stage without an end.
-    if finite(begin) is None or finite(end) is None or end < begin:
-        return None
-    return Bar(what, begin, end, drawn[1] if drawn else -1)
+    bars = []
+    for what, begin, end, *drawn in listed or ():
+        # A run that is killed may leave a stage without an end.
+        if finite(begin) is not None and finite(end) is not None and begin <= end:
+            bars.append(Bar(what, begin, end, drawn[1] if drawn else -1))
+    return bars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ class TimelinePanel(Panel):
         entries: dict[str, Any] = {}
         for place, bars in enumerate([lanes.trainer, *lanes.engines.values()]):
             for bar in bars:
-                label, style = _look_of_work(bar) if place else _look_of_stage(bar, waits=self.engines_elsewhere)
+                label, style = _look(bar, of_engine=place > 0, waits=self.engines_elsewhere)
                 # Work for the first step may begin before it.
                 begin = max(bar.begin, lanes.begin)
                 width = min(bar.end, lanes.end) - begin
@@ -160,20 +161,14 @@ class TimelinePanel(Panel):
         axes.set(xlabel=f"{self.unit}, {f'steps {first} to {last}' if first < last else f'step {first}'}{more}")
 
 
-def _look_of_stage(bar: Bar, *, waits: bool) -> tuple[str, dict[str, Any]]:
-    """Legend entry and style of a stage of the trainer."""
-    if bar.what == WAIT and waits:
-        return "awaits images", {"facecolor": "none", "edgecolor": PALE, "hatch": "////", "linewidth": 0}
-    color = {WAIT: BLUE, "reward": GREEN, "update": ORANGE}.get(bar.what)
-    return ("other stages", {"facecolor": SOFT}) if color is None else (bar.what, {"facecolor": color})
-
-
-def _look_of_work(bar: Bar) -> tuple[str, dict[str, Any]]:
-    """The same of an engine's work."""
-    if bar.what == DRAW:
+def _look(bar: Bar, *, of_engine: bool, waits: bool) -> tuple[str, dict[str, Any]]:
+    """Legend entry and style of a stage of the trainer, or of an engine's work."""
+    if of_engine and bar.what == DRAW:
         color = OF_VERSIONS[bar.version % len(OF_VERSIONS)]
         return "draws", {"facecolor": color, "edgecolor": "white", "linewidth": 0.2}
-    label, color = {"sync": ("takes adapter", PURPLE), "lost": ("lost", RED)}.get(bar.what, ("starts", PALE))
+    if not of_engine and waits and bar.what == WAIT:
+        return "awaits images", {"facecolor": "none", "edgecolor": PALE, "hatch": "////", "linewidth": 0}
+    label, color = WORK.get(bar.what, ("starts", PALE)) if of_engine else STAGES.get(bar.what, ("other stages", SOFT))
     return label, {"facecolor": color}
 
 

@@ -5,9 +5,9 @@ from PIL import Image
 from rows import CONFIG, folder, rows, settings
 
 from flowgrpo_rc.cli.main import main
-from flowgrpo_rc.report import check_health, figures, page, read_run, write_report
-from flowgrpo_rc.report.figures import LONGEST_SIDE, picture_uri
+from flowgrpo_rc.report import check_health, page, read_run, write_report
 from flowgrpo_rc.report.history import History
+from flowgrpo_rc.report.page import LONGEST_SIDE, picture_uri
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_figure_that_cannot_be_drawn_is_left_out(run, monkeypatch):
             raise RuntimeError("first line\nsecond line")
         return "data:,"
 
-    monkeypatch.setattr(figures, "render", broken)
+    monkeypatch.setattr(page, "render", broken)
     path, _ = write_report(read_run(run))
     text = path.read_text()
     assert "This figure cannot be drawn (RuntimeError: first line second line)." in text
@@ -128,19 +128,19 @@ def test_a_configuration_that_is_none(run, capsys, content, message):
 def test_settings_of_another_kind_count_as_unknown(run, content):
     (run / "config.yaml").write_text(content)
     assert main(["report", str(run)]) in (0, 3)
-    assert read_run(run).history.mode is None or "trainer" in content
+    assert read_run(run).history.configured_mode is None or "trainer" in content
 
 
 def test_a_wide_picture_is_shown_smaller_and_a_damaged_one_named(tmp_path):
     path = tmp_path / "step_1.png"
     Image.new("RGB", (LONGEST_SIDE * 4, 40)).save(path)
-    uri, _ = picture_uri(path)
+    uri = picture_uri(path)
     assert uri is not None
     assert len(uri) < 100_000
     Image.effect_noise((300, 300), 50).save(path)
     path.write_bytes(path.read_bytes()[:5000])
-    assert picture_uri(path) == (None, "cannot be read; it may be being written")
-    assert picture_uri(tmp_path / "gone.png")[0] is None
+    assert picture_uri(path) is None
+    assert picture_uri(tmp_path / "gone.png") is None
 
 
 @pytest.mark.usefixtures("unfigured")

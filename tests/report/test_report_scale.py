@@ -6,7 +6,6 @@ import pytest
 from rows import rows, settings
 
 from flowgrpo_rc.report import history as history_module
-from flowgrpo_rc.report.check import Measurement
 from flowgrpo_rc.report.health import CHECKS
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.panel import MOST_POINTS, thinned
@@ -39,8 +38,7 @@ def work(count, monkeypatch):
     Counted.visits = 0
     made = rows(count, reward__mean=lambda step: step % 7, **{"val__reward/mean": lambda step: step % 5})
     history = History([Counted(row) for row in made], settings())
-    findings = [check.measure(history) for check in CHECKS]
-    assert any(isinstance(found, Measurement) for found in findings)
+    assert any([check.run(history) for check in CHECKS])
     axes = MagicMock()
     for panel in logged_panels(history):
         panel.words(history)
