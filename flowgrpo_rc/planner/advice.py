@@ -1,15 +1,16 @@
 """Changes that make a run fit, the cheapest first."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from flowgrpo_rc.planner.machines import Gpus
 from flowgrpo_rc.planner.memory import Memory, MemoryPlan
-from flowgrpo_rc.planner.settings import ACTOR, ROLLOUT, PlannedRun
+from flowgrpo_rc.planner.settings import ACTOR, ROLLOUT, ROWS, PlannedRun
 
 FSDP = f"{ACTOR}.fsdp_config"
 MODEL = "actor_rollout_ref.model"
+AT_ONCE = f"{ROLLOUT}.micro_batch_size"
 SLEEP = f"{ROLLOUT}.vllm_omni.sleep"
 
 
@@ -46,10 +47,7 @@ def advise(plan: MemoryPlan, gpus: Gpus) -> list[Change]:
 
 def _cheapest(plan: MemoryPlan, gpus: Gpus, run: PlannedRun, memory: Memory) -> Change | None:
     """The first change in order of its cost that saves memory."""
-    for propose, why in _BY_COST:
-        settings = propose(plan, run, gpus)
-        if not settings:
-            continue
+    for settings, why in _by_cost(plan, gpus, run):
         changed = run.with_settings(settings)
         measured = plan
         if (changed.model.dtype, changed.rollout.dtype) != (run.model.dtype, run.rollout.dtype):
@@ -62,95 +60,57 @@ def _cheapest(plan: MemoryPlan, gpus: Gpus, run: PlannedRun, memory: Memory) -> 
     return None
 
 
-Settings: TypeAlias = dict[str, Any]
-# Returns the settings to change; None if they are in force already or refused in this run.
-Propose: TypeAlias = Callable[[MemoryPlan, PlannedRun, Gpus], Settings | None]
+def _by_cost(plan: MemoryPlan, gpus: Gpus, run: PlannedRun) -> Iterator[tuple[dict[str, Any], str]]:
+    """Settings that are neither in force nor refused in this run, each with its cost.
+
+    They go from changes that cost some time to one that changes numbers.
+    """
+    model, rollout, fsdp = run.model, run.rollout, run.actor.fsdp_config
+    # An engine in the trainer's process has no weights of its own that could sleep or be dropped.
+    beside = not run.samples_in_trainer and not rollout.is_elsewhere
+    if not plan.recomputes(run):
+        yield {f"{MODEL}.enable_gradient_checkpointing": True}, "the update takes a third more compute"
+    if run.scored_rows(gpus.count) > run.steps_of_window:
+        yield {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1}, "the scoring pass in smaller pieces"
+    images = _images_at_once(plan, gpus, run)
+    if images < run.sampled_at_once(gpus.count):
+        yield {AT_ONCE: images}, "the engine draws fewer images at a time"
+    if rollout.gather_weights:
+        yield {f"{ROLLOUT}.gather_weights": False}, "the rollout gathers the weights at every forward"
+    if not fsdp.reshard_after_forward:
+        yield {f"{FSDP}.reshard_after_forward": True}, "weights are gathered again for the backward pass"
+    rows = max(1, plan.largest_micro_batch(run, gpus))
+    if rows < run.micro_rows(gpus.count):
+        yield {ROWS: rows}, "the same result in more and smaller pieces"
+    if rollout.dtype == "float32" and model.dtype != "float32":
+        yield {f"{ROLLOUT}.dtype": model.dtype}, "the engine shares the actor's weights"
+    # Sharding goes only with an engine that computes with the actor's own transformer, and without compilation.
+    same_attention = rollout.rollout_attn_backend == model.attn_backend
+    shares = not run.samples_in_trainer or (run.shares_weights and same_attention)
+    if gpus.count > 1 and shares and not model.torch_compile and not fsdp.shard:
+        yield {f"{FSDP}.shard": True}, "the GPUs share the frozen weights and gather them by blocks"
+    if beside and rollout.name == "vllm_omni" and not run.engine_sleeps:
+        yield {SLEEP: True}, "the engine's weights cross to the host's memory and back in every step"
+    if beside:
+        yield (
+            {f"{ROLLOUT}.name": "diffusers", **({SLEEP: False} if run.engine_sleeps else {})},
+            "samples in this process",
+        )
+    if run.sharing(gpus.count) > 1 and not fsdp.param_offload:
+        yield {f"{FSDP}.param_offload": True}, "every block comes from the host's memory at every forward"
+    if model.dtype == "float32":
+        half = {f"{MODEL}.dtype": "bfloat16", f"{ROLLOUT}.dtype": "bfloat16"}
+        yield half, "half the weights; log-probs get bfloat16's rounding"
 
 
-def _recompute(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
-    return None if plan.recomputes(run) else {f"{MODEL}.enable_gradient_checkpointing": True}
-
-
-def _sampling(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
+def _images_at_once(plan: MemoryPlan, gpus: Gpus, run: PlannedRun) -> int:
     """Halve the images drawn at once until sampling needs no more than the update, which needs its memory anyway."""
-    key = f"{ROLLOUT}.micro_batch_size"
-    images = run.sampled_at_once(gpus.count)
+    chosen = images = run.sampled_at_once(gpus.count)
     best = plan.memory(run, gpus.count).total
-    chosen = None
     while images > 1:
         images //= 2
-        total = plan.memory(run.with_settings({key: images}), gpus.count).total
+        total = plan.memory(run.with_settings({AT_ONCE: images}), gpus.count).total
         if total >= best:
             break
-        chosen = {key: images}
-        best = total
+        chosen, best = images, total
     return chosen
-
-
-def _scoring(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
-    scores_pieces = run.scored_rows(gpus.count) > run.steps_of_window
-    return {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1} if scores_pieces else None
-
-
-def _micro_batch(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
-    rows = max(1, plan.largest_micro_batch(run, gpus))
-    return {f"{ACTOR}.ppo_micro_batch_rows": rows} if rows < run.micro_rows(gpus.count) else None
-
-
-def _engine_dtype(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
-    wider = run.rollout.dtype == "float32" and run.model.dtype != "float32"
-    return {f"{ROLLOUT}.dtype": run.model.dtype} if wider else None
-
-
-def _sleep(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
-    can_sleep = run.rollout.name == "vllm_omni" and not run.rollout.is_elsewhere
-    return {SLEEP: True} if can_sleep and not run.engine_sleeps else None
-
-
-def _in_process(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
-    if run.samples_in_trainer or run.rollout.is_elsewhere:
-        return None
-    # The engine in the trainer's process has no weights of its own that could sleep.
-    return {f"{ROLLOUT}.name": "diffusers", **({SLEEP: False} if run.engine_sleeps else {})}
-
-
-def _shard(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
-    # Sharding goes only with an engine that computes with the actor's own transformer, and without compilation.
-    same_attention = run.rollout.rollout_attn_backend == run.model.attn_backend
-    shares = not run.samples_in_trainer or (run.shares_weights and same_attention)
-    possible = gpus.count > 1 and shares and not run.model.torch_compile
-    return {f"{FSDP}.shard": True} if possible and not run.actor.fsdp_config.shard else None
-
-
-def _regather(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
-    return None if run.actor.fsdp_config.reshard_after_forward else {f"{FSDP}.reshard_after_forward": True}
-
-
-def _sampled_with_shards(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
-    return {f"{ROLLOUT}.gather_weights": False} if run.rollout.gather_weights else None
-
-
-def _offload(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
-    possible = run.sharing(gpus.count) > 1 and not run.actor.fsdp_config.param_offload
-    return {f"{FSDP}.param_offload": True} if possible else None
-
-
-def _half_precision(plan: MemoryPlan, run: PlannedRun, gpus: Gpus) -> Settings | None:
-    return {f"{MODEL}.dtype": "bfloat16", f"{ROLLOUT}.dtype": "bfloat16"} if run.model.dtype == "float32" else None
-
-
-# From changes that cost some time to one that changes numbers.
-_BY_COST: tuple[tuple[Propose, str], ...] = (
-    (_recompute, "the update takes a third more compute"),
-    (_scoring, "the scoring pass in smaller pieces"),
-    (_sampling, "the engine draws fewer images at a time"),
-    (_sampled_with_shards, "the rollout gathers the weights at every forward"),
-    (_regather, "weights are gathered again for the backward pass"),
-    (_micro_batch, "the same result in more and smaller pieces"),
-    (_engine_dtype, "the engine shares the actor's weights"),
-    (_shard, "the GPUs share the frozen weights and gather them by blocks"),
-    (_sleep, "the engine's weights cross to the host's memory and back in every step"),
-    (_in_process, "samples in this process"),
-    (_offload, "every block comes from the host's memory at every forward"),
-    (_half_precision, "half the weights; log-probs get bfloat16's rounding"),
-)

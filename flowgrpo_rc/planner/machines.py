@@ -74,16 +74,15 @@ def read_gpus(text: str) -> list[Gpus]:
     Raises:
         ValueError: anything else.
     """
-    return [_read_one(part.strip(), text) for part in text.split(",")]
+    matches = [
+        re.fullmatch(r"\s*(\d{1,6})\s*[xX*]\s*(\d{1,6}(?:\.\d+)?)\s*(?:GB)?\s*", part) for part in text.split(",")
+    ]
+    gpus = [Gpus(int(match[1]), float(match[2])) for match in matches if match]
+    if len(gpus) < len(matches) or not all(one.count and one.gigabytes for one in gpus):
+        raise ValueError(f"--gpus: got {text!r:.80}; give how many of how many GB, e.g. 4x80, or 4x80,8x24 for several")
+    return gpus
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Peak FLOP/s of a device by its name in ``torch.cuda.get_device_name``; None if it is not listed."""
     return next((device.peak(dtype) for name, device in DEVICES.items() if name in device_name), None)
-
-
-def _read_one(part: str, text: str) -> Gpus:
-    match = re.fullmatch(r"(\d{1,6})\s*[xX*]\s*(\d{1,6}(?:\.\d+)?)\s*(?:GB)?", part)
-    if match is None or int(match[1]) == 0 or float(match[2]) == 0:
-        raise ValueError(f"--gpus: got {text!r:.80}; give how many of how many GB, e.g. 4x80, or 4x80,8x24 for several")
-    return Gpus(int(match[1]), float(match[2]))

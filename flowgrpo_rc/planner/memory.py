@@ -1,12 +1,12 @@
 """Memory of one GPU by component: resident tensors, and those that each stage of a step adds."""
 
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.measured import Measured
-from flowgrpo_rc.planner.settings import PlannedRun
+from flowgrpo_rc.planner.settings import ROWS, PlannedRun
 
 # Assumed beside tensors: the device's context, libraries' workspaces, fragmentation of the allocator.
 RUNTIME = 3 * GIB
@@ -72,25 +72,26 @@ class MemoryPlan:
 
     def memory(self, run: PlannedRun, gpus: int) -> Memory:
         """Memory of ``run``, which has this plan's model, precisions and images, on one of so many GPUs."""
-        return Memory(
-            {name: size for name, size in self._resident(run, gpus).items() if size},
-            self._stages(run, gpus),
-            self._engine_process(run, gpus),
-        )
+        resident = {name: size for name, size in self._resident(run, gpus).items() if size}
+        engine = 0
+        # An engine elsewhere takes nothing here; the weights of one that sleeps count in a stage.
+        if run.has_engine_process(gpus):
+            awake = 0 if run.engine_sleeps else self._engine_awake(run, gpus)
+            engine = self._lora(run.rollout.dtype) + ENGINE_RUNTIME + awake
+        return Memory(resident, self._stages(run, gpus), engine)
 
     def largest_micro_batch(self, run: PlannedRun, gpus: Gpus) -> int:
         """Most rows of an update's micro-batch that fit; 0 if not even one does."""
+
+        def exceeds(rows: int) -> bool:
+            return not self.memory(run.with_settings({ROWS: rows}), gpus.count).fits(gpus.bytes)
+
         most = run.images_of_mini_batch(gpus.count) * run.steps_of_window
-
-        def fits(rows: int) -> bool:
-            changed = run.with_actor(ppo_micro_batch_rows=rows)
-            return self.memory(changed, gpus.count).fits(gpus.bytes)
-
-        return _largest(fits, most)
+        return bisect_left(range(1, most + 1), True, key=exceeds)
 
     def engine_alone(self, run: PlannedRun, trainers: int) -> int:
         """Bytes of tensors of an engine's process on a GPU of its own; it draws for one of ``trainers`` processes."""
-        return self._engine_weights() + self._engine_lora(run) + self._engine_work(run, trainers)
+        return self._lora(run.rollout.dtype) + self._engine_awake(run, trainers)
 
     def recomputes(self, run: PlannedRun) -> bool:
         """Return true if the run's update recomputes activations."""
@@ -98,97 +99,60 @@ class MemoryPlan:
 
     def _resident(self, run: PlannedRun, gpus: int) -> dict[str, int]:
         sizes = self.sizes
-        fsdp = run.actor.fsdp_config
         sharing = run.sharing(gpus)
-        lora = sizes.lora_parameters * torch_dtype(run.model.lora_dtype).itemsize
+        lora = self._lora(run.model.lora_dtype)
         in_process = run.samples_in_trainer
-        own_copy = in_process and not run.shares_weights
         # Shards are padded to equal size.
         own_share = -(-sizes.transformer // sharing)
-        if sharing > 1 and fsdp.param_offload:
+        if sharing > 1 and run.actor.fsdp_config.param_offload:
             own_share = 0
+        own_copy = self.engine.sizes.transformer + self.engine.sizes.buffers
         return {
             "transformer, own shard" if sharing > 1 else "transformer": own_share + sizes.buffers,
-            "gathered blocks": self._gathered(run, gpus, keeps=not fsdp.reshard_after_forward),
-            "engine's own copy of the transformer": (
-                self.engine.sizes.transformer + self.engine.sizes.buffers if own_copy else 0
-            ),
+            "gathered blocks": self._gathered(run, gpus),
+            "engine's own copy of the transformer": own_copy if in_process and not run.shares_weights else 0,
             "LoRA": lora,
             "AdamW's two moments": 2 * lora,
             "average of the LoRA": lora if run.actor.ema_decay is not None else 0,
-            "engine's LoRA": self._engine_lora(run) if in_process else 0,
+            "engine's LoRA": self._lora(run.rollout.dtype) if in_process else 0,
             "VAE": sizes.vae,
         }
 
-    def _gathered(self, run: PlannedRun, gpus: int, *, keeps: bool) -> int:
+    def _gathered(self, run: PlannedRun, gpus: int) -> int:
         """Whole weights beside a GPU's own shard: of the blocks at work, or all if gathered blocks stay."""
         if run.sharing(gpus) == 1:
             return 0
-        return self.sizes.transformer if keeps else self.sizes.gathered
+        return self.sizes.gathered if run.actor.fsdp_config.reshard_after_forward else self.sizes.transformer
 
     def _stages(self, run: PlannedRun, gpus: int) -> dict[str, int]:
         rows = run.micro_rows(gpus)
         # Gradients of earlier micro-batches are then alive during the pass.
         accumulates = run.images_of_mini_batch(gpus) * run.steps_of_window > rows
-        lora = self.sizes.lora_parameters * torch_dtype(run.model.lora_dtype).itemsize
         update = self.actor.update(rows, recompute=self.recomputes(run), accumulates=accumulates)
         stages = {
             "update: activations and gradients": update.peak,
             # Gradients twice: they are flattened for the other ranks, and AdamW works on all at once.
-            "optimizer step": 2 * lora,
+            "optimizer step": 2 * self._lora(run.model.lora_dtype),
         }
         # Scoring, sampling and the update follow each other, so their memory does not add up.
         scored = run.scored_rows(gpus)
         if scored:
             stages["scoring"] = self.actor.forward(scored).peak
         if run.has_engine_process(gpus) and run.engine_sleeps:
-            stages["rollout: the engine's process awake"] = self._engine_weights() + self._engine_work(run, gpus)
+            stages["rollout: the engine's process awake"] = self._engine_awake(run, gpus)
         if run.samples_in_trainer:
-            stages["sampling"] = self.engine.forward(run.sampled_at_once(gpus)).peak
-            stages["decoding"] = self.actor.decode(run.sampled_at_once(gpus)).peak
-            if run.rollout.gather_weights:
-                # The blocks at work are resident at any time and counted there.
-                further = self._gathered(run, gpus, keeps=True) - self._gathered(run, gpus, keeps=False)
-                stages["sampling"] += further
-                stages["decoding"] += further
+            # The blocks at work are resident at any time and counted there.
+            gathers = run.rollout.gather_weights and run.sharing(gpus) > 1
+            further = self.sizes.transformer - self._gathered(run, gpus) if gathers else 0
+            stages["sampling"] = self.engine.forward(run.sampled_at_once(gpus)).peak + further
+            stages["decoding"] = self.actor.decode(run.sampled_at_once(gpus)).peak + further
         return stages
 
-    def _engine_process(self, run: PlannedRun, gpus: int) -> int:
-        """Its transformer, VAE, LoRA and sampling memory; of an engine that sleeps, the part that stays."""
-        # An engine elsewhere takes nothing here.
-        if not run.has_engine_process(gpus):
-            return 0
-        stays = self._engine_lora(run) + ENGINE_RUNTIME
-        if run.engine_sleeps:
-            return stays
-        return stays + self._engine_weights() + self._engine_work(run, gpus)
-
-    def _engine_weights(self) -> int:
-        sizes = self.engine.sizes
-        return sizes.transformer + sizes.buffers + self.sizes.vae
-
-    def _engine_work(self, run: PlannedRun, gpus: int) -> int:
-        """Memory of an engine's process to sample and to decode."""
+    def _engine_awake(self, run: PlannedRun, gpus: int) -> int:
+        """An engine's transformer and VAE, and its memory to sample and to decode."""
         at_once = run.sampled_at_once(gpus)
-        return max(self.engine.forward(at_once).peak, self.engine.decode(at_once).peak)
+        work = max(self.engine.forward(at_once).peak, self.engine.decode(at_once).peak)
+        return self.engine.sizes.transformer + self.engine.sizes.buffers + self.sizes.vae + work
 
-    def _engine_lora(self, run: PlannedRun) -> int:
-        return self.sizes.lora_parameters * torch_dtype(run.rollout.dtype).itemsize
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Largest number from 1 to ``most`` that fits, by bisection; 0 for none."""
-    low = 0
-    # From below, since a pass of many rows takes long to plan in a transformer that takes them one by one.
-    reach = 1
-    while reach <= most and fits(reach):
-        low = reach
-        reach *= 2
-    most = min(most, reach - 1)
-    while low < most:
-        middle = (low + most + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            most = middle - 1
-    return low
+    def _lora(self, dtype: str) -> int:
+        return self.sizes.lora_parameters * torch_dtype(dtype).itemsize

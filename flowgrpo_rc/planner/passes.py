@@ -6,11 +6,12 @@ further block. The overall peak is not linear, as it may lie elsewhere in a deep
 are: a stretch is the time in the first or the last block of a kind.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.planner.live_bytes import LiveBytes
-from flowgrpo_rc.planner.pipeline import FakePipeline, PlanError, bytes_of, replace_tensors
+from flowgrpo_rc.planner.pipeline import FakePipeline, PlanError, bytes_of, parameters_of, replace_tensors
 from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.sde import log_prob, transition
@@ -59,13 +60,13 @@ class Usage:
         Raises:
             ValueError: the three differ in their stretches, so they are not of one model.
         """
-        peaks = zip(self.peaks, start.peaks, end.peaks, strict=True)
-        flops = ("forward_flops", "backward_flops", "recomputed_flops")
-        counts = ((getattr(self, name), getattr(start, name), getattr(end, name)) for name in flops)
-        return Usage(
-            tuple(round(own + steps * (to - since)) for own, since, to in peaks),
-            *(round(own + steps * (to - since)) for own, since, to in counts),
-        )
+
+        def numbers(usage: Usage) -> tuple[int, ...]:
+            return usage.forward_flops, usage.backward_flops, usage.recomputed_flops, *usage.peaks
+
+        moves = zip(numbers(self), numbers(start), numbers(end), strict=True)
+        forward, backward, recomputed, *peaks = (round(own + steps * (to - since)) for own, since, to in moves)
+        return Usage(tuple(peaks), forward, backward, recomputed)
 
 
 @dataclass(frozen=True)
@@ -78,30 +79,39 @@ class Kind:
     """Name of their list in the transformer."""
     blocks: tuple[nn.Module, ...]
 
-    @cached_property
-    def bytes_of_one(self) -> int:
-        """Bytes of a block's frozen weights, without LoRA."""
-        return bytes_of(self.blocks[0])
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a pipeline's weights, and numbers of parameters."""
+
+    transformer: int
+    """Frozen weights of the transformer, without buffers."""
+    buffers: int
+    """Buffers of the transformer, which sharding leaves whole."""
+    gathered: int
+    """Weights that sharding gathers on every GPU: a block at work and the next one, the two largest neighbours, and the
+    weights outside of blocks."""
+    vae: int
+    text_encoders: int
+    parameters: int
+    """Parameters of the transformer."""
+    lora_parameters: int
 
 
 def kinds_of(transformer: nn.Module) -> list[Kind]:
     """The transformer's blocks in order, by kind; ``_no_split_modules`` names the modules that are blocks."""
+
+    def shape(block: nn.Module) -> tuple[Any, ...]:
+        # Blocks of one class may differ, as the last one of SD3 does.
+        return type(block), [(name, p.shape) for name, p in block.named_parameters()]
+
     names = set(getattr(transformer, "_no_split_modules", None) or ())
-    found: list[Kind] = []
+    found = []
     for place, module in transformer.named_modules():
-        if not isinstance(module, nn.ModuleList):
-            continue
-        before = None
-        for block in module:
-            if type(block).__name__ not in names:
-                continue
-            # Blocks of one class may differ, as the last one of SD3 does.
-            shape = (type(block), [(name, p.shape) for name, p in block.named_parameters()])
-            if shape == before:
-                found[-1] = Kind(found[-1].name, place, (*found[-1].blocks, block))
-            else:
-                found.append(Kind(type(block).__name__, place, (block,)))
-            before = shape
+        if isinstance(module, nn.ModuleList):
+            blocks = [block for block in module if type(block).__name__ in names]
+            alike = (tuple(group) for _, group in itertools.groupby(blocks, key=shape))
+            found += [Kind(type(group[0]).__name__, place, group) for group in alike]
     return found
 
 
@@ -145,16 +155,33 @@ class Passes:
         self.transformer = pipeline.transformer
         self.kinds = kinds_of(self.transformer)
         """Its blocks, by kind."""
-        self.base_bytes = bytes_of(self.transformer)
-        """Bytes of the frozen weights and of the buffers."""
-        self.block_bytes = {id(kind): kind.bytes_of_one for kind in self.kinds}
-        self._attach(lora, lora_dtype)
+        # Weights are counted before the LoRA joins them.
+        weights = sum(p.numel() * p.element_size() for p in self.transformer.parameters())
+        blocks = [bytes_of(kind.blocks[0]) for kind in self.kinds for _ in kind.blocks]
+        # FSDP prefetches the next block while one computes.
+        pairs = [a + b for a, b in zip(blocks, [*blocks[1:], 0], strict=True)]
+        self.sizes = Sizes(
+            transformer=weights,
+            buffers=bytes_of(self.transformer) - weights,
+            gathered=max(pairs, default=0) + weights - sum(blocks),
+            vae=bytes_of(pipeline.vae),
+            text_encoders=sum(map(bytes_of, pipeline.text_encoders)),
+            parameters=parameters_of(self.transformer),
+            lora_parameters=self._attach(lora, lora_dtype),
+        )
         # Rotary embeddings and the like are cached by the first pass, so no measured pass may be the first.
         self._at([min(SHORT, len(kind.blocks)) for kind in self.kinds], partial(self._forward, 1))
 
-    def _attach(self, lora: ModelConfig, dtype: str) -> None:
-        """Attach the LoRA to the blocks that run, and count the parameters of all blocks."""
-        _refuse_single_blocks(lora, {kind.place for kind in self.kinds})
+    def _attach(self, lora: ModelConfig, dtype: str) -> int:
+        """Attach the LoRA to the blocks that run; returns the number of its parameters in all blocks."""
+        # Blocks of one shape count as equal, so their LoRAs must be equal too.
+        targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules or ()
+        single = [target for target in targets for kind in self.kinds if re.search(rf"{kind.place}\.\d", target)]
+        if single:
+            raise PlanError(
+                f"actor_rollout_ref.model.target_modules: {single[0]} names a single block; a plan takes layers that "
+                "every block has, e.g. to_q"
+            )
         deepest = [min(2 * SHORT, len(kind.blocks)) for kind in self.kinds]
         with self._with_blocks(deepest):
             # peft moves modules, which fake tensors refuse and tensors on the meta device allow.
@@ -166,7 +193,7 @@ class Passes:
             attached = _count(adapter_parameters(self.transformer))
         of_kinds = [_count(adapter_parameters(kind.blocks[0])) for kind in self.kinds]
         further = [len(kind.blocks) - depth for kind, depth in zip(self.kinds, deepest, strict=True)]
-        self.lora_parameters = attached + sum(own * blocks for own, blocks in zip(of_kinds, further, strict=True))
+        return attached + sum(own * blocks for own, blocks in zip(of_kinds, further, strict=True))
 
     def update(self, rows: int, *, recompute: bool, reference: bool, detached: bool, accumulates: bool) -> Usage:
         """Measure forward and backward of one micro-batch.
@@ -180,8 +207,10 @@ class Passes:
         """
         # Dropout would allocate masks, and training runs without it.
         self.transformer.train(False)
-        change = "enable" if recompute else "disable"
-        getattr(self.transformer, f"{change}_gradient_checkpointing")()
+        if recompute:
+            self.transformer.enable_gradient_checkpointing()
+        else:
+            self.transformer.disable_gradient_checkpointing()
         return self._at_full_depth(partial(self._update, rows, reference, detached, accumulates))
 
     def forward(self, rows: int) -> Usage:
@@ -230,7 +259,12 @@ class Passes:
         one = model.blank_prompt()
         tokens = model.prompt_tokens(asked.max_sequence_length)
         latents = torch.empty(rows, *model.latent_shape(asked.height, asked.width))
-        grids = self._reference_grids()
+        # Reference images are large squares, as few as the family takes, and one if the settings have its area.
+        images, most = FAMILIES[self._pipeline.class_name].images
+        if asked.reference_area is not None:
+            images = min(max(images, 1), most)
+        large = ReferenceImage("", LARGE, LARGE, "a reference image")
+        grids = tuple(model.reference_grid(large, asked.reference_area) for _ in range(images))
         references = sum(height * width for height, width in grids)
         prompts = Prompts(
             embeds=torch.empty(rows, tokens, one.embeds.shape[-1]),
@@ -249,14 +283,6 @@ class Passes:
             width=asked.width,
         )
         return latents, torch.empty(rows), conditioning
-
-    def _reference_grids(self) -> tuple[tuple[int, int], ...]:
-        """Grids of large square images, as few as the family takes; one if the settings have its area."""
-        area = self._rollout.pipeline.reference_area
-        fewest, most = FAMILIES[self._pipeline.class_name].images
-        images = fewest if area is None else min(max(fewest, 1), most)
-        large = ReferenceImage("", LARGE, LARGE, "a reference image")
-        return tuple(self._pipeline.model.reference_grid(large, area) for _ in range(images))
 
     def _policy(self, state: tuple[Tensor, Tensor, Conditioning], *, detached: bool = False) -> tuple[Tensor, Tensor]:
         """Means and log-probs of a step, as the actor computes them."""
@@ -287,12 +313,13 @@ class Passes:
         """Measure a run with this many blocks of every kind."""
         resident = [*self.transformer.parameters(), *self.transformer.buffers()]
         whole = WholePrompts(self._pipeline.model.prompt_tokens(self._rollout.pipeline.max_sequence_length))
-        with ExitStack() as inside:
-            for mode in (self._pipeline.fake, whole):
-                inside.enter_context(mode)
-            kept = inside.enter_context(self._with_blocks(depths))
-            live = inside.enter_context(LiveBytes(resident))
-            inside.enter_context(_labels(kept, live))
+        with (
+            self._pipeline.fake,
+            whole,
+            self._with_blocks(depths) as kept,
+            LiveBytes(resident) as live,
+            _labels(kept, live),
+        ):
             run(live)
         return _usage(live)
 
@@ -318,17 +345,6 @@ def _count(parameters: Mapping[str, Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters.values())
 
 
-def _refuse_single_blocks(lora: ModelConfig, places: Collection[str]) -> None:
-    """Blocks of one shape count as equal, so their LoRAs must be equal too."""
-    targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules or ()
-    single = [target for target in targets if any(re.search(rf"{place}\.\d", target) for place in places)]
-    if single:
-        raise PlanError(
-            f"actor_rollout_ref.model.target_modules: {single[0]} names a single block; a plan takes layers that every "
-            "block has, e.g. to_q"
-        )
-
-
 _BACKWARD = "backward"
 _INNER = "inner"
 
@@ -336,30 +352,25 @@ _INNER = "inner"
 @contextmanager
 def _labels(kept: Sequence[Sequence[nn.Module]], live: LiveBytes) -> Iterator[None]:
     """Inside, ``live`` enters a stretch for the kind of block, its place (first, inner, last) and the direction."""
+
+    def begins(block: tuple[int, str], *_: Any) -> None:
+        # Checkpointing runs a block forward again within the backward pass.
+        backward = any(stretch.label == _BACKWARD for stretch in live.stretches)
+        live.enter((*block, _BACKWARD if backward else "forward"))
+
+    def ends(block: tuple[int, str], _module: nn.Module, _inputs: Any, output: Any) -> None:
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                # Module hooks for the backward pass miss blocks whose inputs need no gradient.
+                tensor.register_hook(lambda _: live.enter((*block, _BACKWARD)))
+
     with ExitStack() as hooks:
         for kind, blocks in enumerate(kept):
-            for number, block in enumerate(blocks):
-                place = "first" if number == 0 else "last" if number == len(blocks) - 1 else _INNER
-                begins = partial(_begins, live, (kind, place))
-                hooks.callback(block.register_forward_pre_hook(begins).remove)
-                hooks.callback(block.register_forward_hook(partial(_ends, live, (kind, place))).remove)
+            places = ["first", *[_INNER] * (len(blocks) - 2), "last"]
+            for place, block in zip(places, blocks, strict=False):
+                hooks.callback(block.register_forward_pre_hook(partial(begins, (kind, place))).remove)
+                hooks.callback(block.register_forward_hook(partial(ends, (kind, place))).remove)
         yield
-
-
-def _begins(live: LiveBytes, block: tuple[int, str], *_: Any) -> None:
-    live.enter((*block, _direction(live)))
-
-
-def _ends(live: LiveBytes, block: tuple[int, str], _module: nn.Module, _inputs: Any, output: Any) -> None:
-    """The backward pass reaches a block when the gradient of its output is there."""
-    for tensor in output if isinstance(output, tuple) else (output,):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            # Module hooks for the backward pass miss blocks whose inputs need no gradient.
-            tensor.register_hook(lambda _: live.enter((*block, _BACKWARD)))
-
-
-def _direction(live: LiveBytes) -> str:
-    return _BACKWARD if any(stretch.label == _BACKWARD for stretch in live.stretches) else "forward"
 
 
 def _usage(live: LiveBytes) -> Usage:

@@ -5,7 +5,6 @@ from the hub.
 """
 
 import json
-import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -43,9 +42,8 @@ class FakePipeline:
     """
 
     def __init__(self, path: str, dtype: torch.dtype) -> None:
-        self.path = path
-        self.folder = find_folder(path)
-        index = _read_json(self.folder / "model_index.json")
+        folder = find_folder(path)
+        index = _read_json(folder / "model_index.json")
         self.class_name = str(index.get("_class_name"))
         if self.class_name not in FAMILIES:
             raise PlanError(f"{FIELD}: {path} is a {self.class_name}; what can be planned: {', '.join(FAMILIES)}")
@@ -54,7 +52,7 @@ class FakePipeline:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         """The mode under which the networks were built and must be run."""
         networks = {
-            name: self._network(name, entry, dtype)
+            name: self._network(path, folder / name / "config.json", entry, dtype)
             for name, entry in index.items()
             if (name in ("transformer", "vae") or name.startswith("text_encoder")) and entry and entry[0]
         }
@@ -64,10 +62,10 @@ class FakePipeline:
         self.model: Any = self._adapter(index)
         """The family's adapter, which calls the networks: a ``models.base.DiffusionModel`` or a part of one."""
 
-    def _network(self, name: str, entry: list[str], dtype: torch.dtype) -> nn.Module:
+    def _network(self, path: str, file: Path, entry: list[str], dtype: torch.dtype) -> nn.Module:
         """One network as its configuration describes it."""
         library, class_name = entry
-        content = _read_json(self.folder / name / "config.json")
+        content = _read_json(file)
         try:
             kind = getattr(import_module(library), class_name)
             with self.fake, only_errors("transformers.modeling_utils", "diffusers.configuration_utils"):
@@ -79,7 +77,7 @@ class FakePipeline:
         # Libraries raise errors of many classes for a file that is not theirs.
         except Exception as error:
             raise PlanError(
-                f"{FIELD}: {self.path}: {name}/config.json gives no {class_name} ({type(error).__name__}: "
+                f"{FIELD}: {path}: {file.parent.name}/config.json gives no {class_name} ({type(error).__name__}: "
                 f"{one_line(error, 200)}); is it another's?"
             ) from error
         # Frozen as in training, where the LoRA alone has gradients.
@@ -114,8 +112,9 @@ def find_folder(path: str) -> Path:
     names = ", ".join(shipped_names())
     if not path:
         raise PlanError(f"{FIELD}: is empty; give a pipeline folder, or one of {names}")
-    for folder in (Path(resolve_asset(path)), SHIPPED / path):
-        if os.path.isfile(folder / "model_index.json"):
+    local = Path(resolve_asset(path))
+    for folder in (local, SHIPPED / path):
+        if (folder / "model_index.json").is_file():
             return folder
     fault = f"{FIELD}: {path} is no folder of a pipeline here"
     remedy = (
@@ -123,7 +122,7 @@ def find_folder(path: str) -> Path:
         "its name on the hub (with access to it), or a folder with its model_index.json and the config.json of every "
         "part"
     )
-    if os.path.exists(resolve_asset(path)) or path.count("/") != 1:
+    if local.exists() or path.count("/") != 1:
         raise PlanError(f"{fault}. {remedy}")
     from huggingface_hub import snapshot_download
 
@@ -132,7 +131,7 @@ def find_folder(path: str) -> Path:
         folder = Path(snapshot_download(path, allow_patterns=["model_index.json", "*/config.json"]))
     except Exception as error:  # no network, no such name, no access: each has errors of its own
         raise PlanError(f"{fault} and cannot be read from the hub ({one_line(error, 200)}). {remedy}") from error
-    if not os.path.isfile(folder / "model_index.json"):
+    if not (folder / "model_index.json").is_file():
         raise PlanError(f"{fault}, and on the hub it is no diffusers pipeline. {remedy}")
     return folder
 
@@ -171,7 +170,7 @@ def bytes_of(network: nn.Module) -> int:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise PlanError(f"{FIELD}: {file} cannot be read ({one_line(error, 200)})") from error
     if not isinstance(content, dict):
         raise PlanError(f"{FIELD}: {file} holds a JSON {type(content).__name__}; it must be an object")

@@ -11,6 +11,7 @@ from flowgrpo_rc.rollout.engines import ENGINES
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+ROWS = f"{ACTOR}.ppo_micro_batch_rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +28,10 @@ class PlannedRun:
     autocast: bool = False
     """Run the actor's forwards under bfloat16 autocast."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.scored_share <= 1:
-            raise ValueError(f"scored_share: got {self.scored_share}; give a share, from 0 to 1")
-
     @property
     def steps_of_window(self) -> int:
         """Recorded steps of an image, each a row of the update."""
         return self.rollout.window.size
-
-    @property
-    def guided(self) -> bool:
-        """Every step takes a conditional and an unconditional prediction."""
-        return self.rollout.pipeline.true_cfg_scale > 1
 
     @property
     def samples_in_trainer(self) -> bool:
@@ -49,8 +41,7 @@ class PlannedRun:
     @property
     def shares_weights(self) -> bool:
         """The engine samples with the actor's own weights."""
-        rollout = self.rollout
-        same = rollout.dtype == self.model.dtype and rollout.quantization is None
+        same = self.rollout.dtype == self.model.dtype and self.rollout.quantization is None
         return self.samples_in_trainer and same
 
     def has_engine_process(self, gpus: int) -> bool:
@@ -73,9 +64,8 @@ class PlannedRun:
     def sharing(self, gpus: int) -> int:
         """Number of GPUs of one machine that share a copy of the frozen transformer."""
         fsdp = self.actor.fsdp_config
-        if not fsdp.shard:
-            return 1
-        return gpus if fsdp.fsdp_size == -1 else min(fsdp.fsdp_size, gpus)
+        whole = gpus if fsdp.fsdp_size == -1 else min(fsdp.fsdp_size, gpus)
+        return whole if fsdp.shard else 1
 
     def images_of_mini_batch(self, gpus: int) -> int:
         """Images that one GPU brings to an optimizer step."""
@@ -117,18 +107,6 @@ class PlannedRun:
         for key, value in sorted(settings.items(), key=lambda setting: -setting[0].count(".")):
             run = _replaced(run, key.removeprefix("actor_rollout_ref.").split("."), value)
         return run
-
-    def with_actor(self, **changes: Any) -> "PlannedRun":
-        """The same run with other fields of ``actor_rollout_ref.actor``."""
-        return replace(self, actor=replace(self.actor, **changes))
-
-    def with_fsdp(self, **changes: Any) -> "PlannedRun":
-        """The same run with other fields of ``actor_rollout_ref.actor.fsdp_config``."""
-        return self.with_actor(fsdp_config=replace(self.actor.fsdp_config, **changes))
-
-    def with_model(self, **changes: Any) -> "PlannedRun":
-        """The same run with other fields of ``actor_rollout_ref.model``."""
-        return replace(self, model=replace(self.model, **changes))
 
     def with_rollout(self, **changes: Any) -> "PlannedRun":
         """The same run with other fields of ``actor_rollout_ref.rollout``."""

@@ -1,10 +1,14 @@
-"""Floating-point operations of a training step by kind, and the time they take at an assumed utilisation."""
+"""Floating-point operations of a training step by kind, and the time they take at an assumed utilisation.
 
-from dataclasses import dataclass
+Two uses of a machine's GPUs compare: all take turns, or engines on some of them draw one batch ahead.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from flowgrpo_rc.planner.machines import DEVICES, UTILISATION, Gpus, peak_flops
-from flowgrpo_rc.planner.memory import MemoryPlan
-from flowgrpo_rc.planner.settings import PlannedRun
+from flowgrpo_rc.planner.memory import RUNTIME, MemoryPlan, fits
+from flowgrpo_rc.planner.settings import ROLLOUT, PlannedRun
 
 
 @dataclass(frozen=True)
@@ -87,3 +91,93 @@ def step_time(flops: StepFlops, run: PlannedRun, gpus: Gpus) -> StepTime:
     engine = device.peak(run.rollout.dtype) * UTILISATION * gpus.count
     update = device.peak(run.actor_precision) * UTILISATION * gpus.count
     return StepTime(flops.rollout / engine, (flops.total - flops.rollout) / update)
+
+
+@dataclass(frozen=True)
+class Split:
+    """GPUs for the trainer, a process on each, and GPUs for engines, one on each."""
+
+    trainers: int
+    engines: int
+    rollout: float
+    """Seconds in which the engines draw a batch."""
+    learning: float
+    """Seconds of rewards and update of a batch."""
+    trainer_bytes: int = 0
+    """Peak of a trainer's GPU."""
+    engine_bytes: int = 0
+    """Peak of an engine's GPU."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step, those of the slower side."""
+        return max(self.rollout, self.learning)
+
+    @property
+    def overrides(self) -> str:
+        """Its settings, besides the number of trainer processes."""
+        devices = ",".join(f"cuda:{self.trainers + i}" for i in range(self.engines))
+        return f"{ROLLOUT}.placement=process '{ROLLOUT}.devices=[{devices}]' {ROLLOUT}.ahead=1"
+
+
+def taking_turns(run: PlannedRun) -> PlannedRun:
+    """The run with its engine beside the actor on every GPU."""
+    return run.with_rollout(placement="trainer", devices=None, engines=1, ahead=0)
+
+
+def one_ahead(run: PlannedRun, trainers: int, engines: int) -> PlannedRun:
+    """The run with engines on the GPUs after the trainer's."""
+    devices = [f"cuda:{trainers + i}" for i in range(engines)]
+    # An engine with a GPU to itself has no reason to sleep.
+    awake = replace(run.rollout.vllm_omni, sleep=False)
+    placed = {"placement": "process", "devices": devices, "engines": 1, "ahead": 1}
+    return run.with_rollout(**placed, gather_weights=False, vllm_omni=awake)
+
+
+def split_seconds(flops: StepFlops, run: PlannedRun, gpus: Gpus, trainers: int, reward: float = 0.0) -> Split:
+    """Both sides of a step that is split, without their memory.
+
+    Each trainer process gets its share of the images from its share of the engines, a micro-batch at a time; the engine
+    with most images determines the time.
+
+    Args:
+        reward: seconds that the rewards of a batch take when its images are drawn.
+    """
+    engines = gpus.count - trainers
+    images = run.images_of_batch(trainers)
+    at_once = run.sampled_at_once(trainers)
+    of_each = engines // trainers
+    # Engines draw whole micro-batches, so the last round may be partly empty.
+    rounds = -(-images // (at_once * of_each))
+    most = min(images, rounds * at_once)
+    alone = step_time(flops, run, Gpus(1, gpus.gigabytes)).engine
+    learning = step_time(flops, run, Gpus(trainers, gpus.gigabytes)).update
+    return Split(trainers, engines, alone * most / (run.prompts * run.rollout.n), reward + learning)
+
+
+def best_split(
+    plan: MemoryPlan, flops: StepFlops, gpus: Gpus, trainers: Iterable[int], reward: float = 0.0
+) -> Split | None:
+    """The fastest split that fits; ``None`` if none does.
+
+    Args:
+        flops: of a step of the plan's run.
+        trainers: numbers of trainer processes that the run can have. Each needs an engine.
+        reward: as for ``split_seconds``.
+    """
+    fsdp = plan.run.actor.fsdp_config
+    found = []
+    for count in trainers:
+        shares_evenly = not fsdp.shard or (count > 1 and (fsdp.fsdp_size == -1 or count % fsdp.fsdp_size == 0))
+        # Every trainer process needs an engine of its own to draw for it.
+        if not 1 <= count <= gpus.count - count or not shares_evenly:
+            continue
+        run = one_ahead(plan.run, count, gpus.count - count)
+        split = replace(
+            split_seconds(flops, run, gpus, count, reward),
+            trainer_bytes=plan.memory(run, count).total,
+            engine_bytes=plan.engine_alone(run, count) + RUNTIME,
+        )
+        if fits(max(split.trainer_bytes, split.engine_bytes), gpus.bytes):
+            found.append(split)
+    return min(found, key=lambda split: (split.total, split.engines), default=None)

@@ -25,8 +25,6 @@ TIMESTEP = re.compile(
     r"^(?P<metric>(?:actor|rollout_corr|rollout_sync)/.+?)[/_](?:ts|timestep|t)_?(?P<t>\d+(?:\.\d+)?(?:e[+-]?\d+)?)$"
 )
 
-# Larger values count as infinite, since their squares are; for the same reason values below its inverse count as 0.
-LARGEST = 1e150
 # Training reward: here, and in verl.
 REWARD = ("reward/mean", "critic/rewards/mean", "critic/score/mean")
 LOSS = "actor_rollout_ref.actor.diffusion_loss"
@@ -308,10 +306,8 @@ class History:
 
 
 def finite(value: Any) -> float | None:
-    """A number as a float; None for anything else, for NaN, and for a value too large to compute with."""
-    if not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
-        return None
-    return float(value) if abs(value) > 1 / LARGEST else 0.0
+    """A number as a float; None for anything else, and for NaN and infinity."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -319,10 +315,8 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     steps: list[int] = []
     for row in rows:
         step = finite(row.get("step", row.get("training/global_step")))
-        # Floats of this size are no longer exact integers.
-        if step is None or abs(step) >= 2**53:
-            step = steps[-1] + 1 if steps else 1
-        steps.append(int(step))
+        after = steps[-1] + 1 if steps else 1
+        steps.append(after if step is None else int(step))
     return steps
 
 

@@ -36,7 +36,8 @@ def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) 
         run = planned_run(config)
         # Weights are shared within a node alone.
         on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
-        plan = MemoryPlan(run.with_fsdp(fsdp_size=run.actor.fsdp_config.processes_to_a_copy(on_node)))
+        size = run.actor.fsdp_config.processes_to_a_copy(on_node)
+        plan = MemoryPlan(run.with_settings({f"{ACTOR}.fsdp_config.fsdp_size": size}))
         memory = plan.memory(plan.run, num_processes)
     # The planner knows no configuration of this model.
     except PlanError:

@@ -35,6 +35,8 @@ FLUX = {
     "joint_attention_dim": 128,
     "pooled_projection_dim": 64,
 }
+PLAIN = {"recompute": False, "reference": False, "detached": False, "accumulates": False}
+"""Arguments of an update that does nothing more than learn."""
 _SOURCES = {
     "qwen": ("Qwen/Qwen-Image", QWEN),
     "sd3": ("stabilityai/stable-diffusion-3.5-medium", SD3),
@@ -61,6 +63,11 @@ def write(folder, family, **changes):
         tiny = shipped("assets") / "tiny_qwen_image" / "vae" / "config.json"
         (Path(folder) / "vae" / "config.json").write_text(tiny.read_text())
     return str(folder)
+
+
+def changed(run, **settings):
+    """The run with other settings of ``actor_rollout_ref``, ``__`` for a dot."""
+    return run.with_settings({f"actor_rollout_ref.{name.replace('__', '.')}": v for name, v in settings.items()})
 
 
 DEPTHS = {"num_layers", "num_single_layers", "num_mmdit_layers", "num_single_dit_layers", "n_layers"}

@@ -5,50 +5,36 @@ from copy import copy
 from dataclasses import replace
 
 import pytest
-from small_pipelines import write
+from small_pipelines import changed
 
-from flowgrpo_rc.actor.config import DiffusionActorConfig
-from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.planner import memory as room
 from flowgrpo_rc.planner.advice import advise
 from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, MemoryPlan
 from flowgrpo_rc.planner.pipeline import PlanError
-from flowgrpo_rc.planner.settings import PlannedRun
 from flowgrpo_rc.planner.work import StepFlops, seconds_at_peak, step_flops, step_time
-from flowgrpo_rc.rollout.config import (
-    PipelineConfig,
-    ProbeConfig,
-    RolloutAlgoConfig,
-    RolloutConfig,
-    VllmOmniConfig,
-)
+from flowgrpo_rc.rollout.config import ProbeConfig, VllmOmniConfig
 from flowgrpo_rc.trainer import memory as planned
 
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = write(tmp_path_factory.mktemp("models") / "qwen", "qwen")
-    return PlannedRun(
-        model=ModelConfig(path=folder, dtype="bfloat16", lora_rank=4, target_modules=["to_q"]),
-        actor=DiffusionActorConfig(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=4),
-        rollout=RolloutConfig(
-            dtype="bfloat16",
-            n=8,
-            micro_batch_size=4,
-            algo=RolloutAlgoConfig(sde_window_size=2),
-            pipeline=PipelineConfig(height=64, width=64, max_sequence_length=16),
-        ),
-        prompts=8,
-    )
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def plan(run):
-    return MemoryPlan(run)
+def sharded(run, **options):
+    """The run with its transformer shared by GPUs."""
+    return changed(run, **{f"actor__fsdp_config__{name}": value for name, value in {"shard": True, **options}.items()})
 
 
-@pytest.mark.slow
+def in_rows(run, rows, *, recompute=False):
+    """The run with another micro-batch, and activations that are recomputed or not."""
+    again = {"model__enable_gradient_checkpointing": True} if recompute else {}
+    return changed(run, actor__ppo_micro_batch_rows=rows, **again)
+
+
+def just_enough(memory):
+    """One GPU that the memory fits, and nothing more."""
+    return Gpus(1, memory.total / (1 - MARGIN) / GIB + 1e-9)
+
+
 def test_components_of_one_gpu_and_of_four(run, plan):
     sizes = plan.sizes
     lora = 4 * sizes.lora_parameters
@@ -62,34 +48,32 @@ def test_components_of_one_gpu_and_of_four(run, plan):
     }
     assert one.total == sum(one.resident.values()) + max(one.stages.values()) + RUNTIME
     assert plan.memory(run, 4).resident == one.resident
-    four = plan.memory(run.with_fsdp(shard=True), 4)
+    four = plan.memory(sharded(run), 4)
     assert four.resident["transformer, own shard"] == -(-2 * sizes.parameters // 4)
-    block = 2 * sum(p.numel() for p in plan.actor._passes.kinds[0].blocks[-1].parameters())
+    block = 2 * sum(p.numel() for p in plan.actor.kinds[0].blocks[-1].parameters())
     outside = 2 * sizes.parameters - 6 * block
     assert four.resident["gathered blocks"] == 2 * block + outside
     assert four.tensors - one.tensors == four.resident["transformer, own shard"] - 4 * block
 
 
-@pytest.mark.slow
 def test_what_sharding_keeps_where(run, plan):
     """Of the transformer's bytes T: T/2 with two GPUs to a copy, none with the host's memory, and whole where gathered
     weights stay."""
     whole = plan.sizes.transformer
-    pairs = plan.memory(run.with_fsdp(shard=True, fsdp_size=2), 4)
+    pairs = plan.memory(sharded(run, fsdp_size=2), 4)
     assert pairs.resident["transformer, own shard"] == whole // 2
-    offloaded = plan.memory(run.with_fsdp(shard=True, param_offload=True), 4)
+    offloaded = plan.memory(sharded(run, param_offload=True), 4)
     assert "transformer, own shard" not in offloaded.resident
     assert offloaded.resident["gathered blocks"] == plan.sizes.gathered
-    kept = plan.memory(run.with_fsdp(shard=True, reshard_after_forward=False), 4)
+    kept = plan.memory(sharded(run, reshard_after_forward=False), 4)
     assert kept.resident["gathered blocks"] == whole
-    gathered = plan.memory(run.with_fsdp(shard=True).with_rollout(gather_weights=True), 4)
+    gathered = plan.memory(sharded(run).with_rollout(gather_weights=True), 4)
     assert gathered.stages["sampling"] - pairs.stages["sampling"] == whole - plan.sizes.gathered
     assert gathered.stages["decoding"] - pairs.stages["decoding"] == whole - plan.sizes.gathered
-    alone = plan.memory(run.with_fsdp(shard=True), 1)
+    alone = plan.memory(sharded(run), 1)
     assert alone.resident == plan.memory(run, 1).resident
 
 
-@pytest.mark.slow
 def test_what_is_scored_at_once(run, plan):
     """64 images on 2 GPUs, 2 rows each: all of them for the update, or the probe's alone; cut by the micro-batch."""
     probing = run.with_rollout(probe=replace(run.rollout.probe, images=5))
@@ -101,33 +85,31 @@ def test_what_is_scored_at_once(run, plan):
     assert "scoring" not in plan.memory(run.with_rollout(probe=replace(run.rollout.probe, images=0)), 2).stages
 
 
-@pytest.mark.slow
 def test_sharding_is_proposed_where_it_is_possible(run, plan, monkeypatch):
     monkeypatch.setattr(room, "RUNTIME", 0)
 
-    def proposed(changed, gpus):
+    def proposed(other, gpus):
         changing = copy(plan)
-        changing.run = changed
+        changing.run = other
         # From a run that no smaller piece helps, so that weights alone are left to save.
         return [change.override for change in advise(changing, Gpus(gpus, 1e-6))]
 
-    smallest = run.with_model(enable_gradient_checkpointing=True).with_actor(ppo_micro_batch_rows=1)
+    smallest = in_rows(run, 1, recompute=True)
     smallest = smallest.with_rollout(micro_batch_size=1)
     fsdp = "actor_rollout_ref.actor.fsdp_config"
     assert proposed(smallest, 4) == [f"{fsdp}.shard=true", f"{fsdp}.param_offload=true"]
     assert proposed(smallest, 1) == []
-    assert proposed(smallest.with_model(torch_compile=True), 4) == []
+    assert proposed(changed(smallest, model__torch_compile=True), 4) == []
     assert f"{fsdp}.shard=true" not in proposed(smallest.with_rollout(quantization="fp8"), 4)
-    kept = smallest.with_fsdp(shard=True, reshard_after_forward=False, param_offload=True)
+    kept = sharded(smallest, reshard_after_forward=False, param_offload=True)
     assert proposed(kept, 4) == [f"{fsdp}.reshard_after_forward=true"]
-    gathering = smallest.with_fsdp(shard=True, param_offload=True).with_rollout(gather_weights=True)
+    gathering = sharded(smallest, param_offload=True).with_rollout(gather_weights=True)
     assert proposed(gathering, 4) == ["actor_rollout_ref.rollout.gather_weights=false"]
 
 
-@pytest.mark.slow
 def test_an_average_and_a_copy_are_counted(run, plan):
     lora = 4 * plan.sizes.lora_parameters
-    averaged = plan.memory(run.with_actor(ema_decay=0.9), 1)
+    averaged = plan.memory(changed(run, actor__ema_decay=0.9), 1)
     assert averaged.resident["average of the LoRA"] == lora
     rounded = plan.memory(run.with_rollout(quantization="fp8"), 1)
     assert rounded.resident["engine's own copy of the transformer"] == plan.sizes.transformer
@@ -136,7 +118,6 @@ def test_an_average_and_a_copy_are_counted(run, plan):
     assert "sampling" not in own_process.stages
 
 
-@pytest.mark.slow
 def test_an_engine_of_its_own_counts_where_it_is(run, plan):
     """On the trainer's GPU it takes as much as beside any other; elsewhere nothing, and nothing of it is in the
     trainer."""
@@ -156,34 +137,32 @@ def test_an_engine_of_its_own_counts_where_it_is(run, plan):
     assert plan.memory(run.with_rollout(placement="process", devices=["cuda:1", "cuda:2"]), 2) == beside
 
 
-@pytest.mark.slow
 def test_an_engine_that_sleeps_leaves_its_weights_room_to_the_update(run, plan):
     """Awake it takes what one takes that does not sleep; the peak is the larger of rollout and update."""
-    smallest = run.with_model(enable_gradient_checkpointing=True).with_actor(ppo_micro_batch_rows=1)
+    smallest = in_rows(run, 1, recompute=True)
     vllm_omni = smallest.with_rollout(name="vllm_omni", micro_batch_size=1, probe=ProbeConfig(images=0))
     plan = MemoryPlan(vllm_omni)
     sleeping = plan.memory(vllm_omni.with_rollout(vllm_omni=VllmOmniConfig(sleep=True)), 1)
-    enough = Gpus(1, sleeping.total / (1 - MARGIN) / GIB + 1e-9)
-    assert [change.override for change in advise(plan, enough)] == ["actor_rollout_ref.rollout.vllm_omni.sleep=true"]
+    assert [change.override for change in advise(plan, just_enough(sleeping))] == [
+        "actor_rollout_ref.rollout.vllm_omni.sleep=true"
+    ]
     overrides = [change.override for change in advise(plan, Gpus(1, 0.1))]
     assert "actor_rollout_ref.rollout.name=diffusers actor_rollout_ref.rollout.vllm_omni.sleep=false" in overrides
     assert "actor_rollout_ref.rollout.vllm_omni.sleep=true" not in overrides
 
 
-@pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_the_next_does_not(run, plan):
-    whole = plan.memory(run.with_actor(ppo_micro_batch_rows=9), 1)
-    gpus = Gpus(1, whole.total / (1 - MARGIN) / GIB + 1e-9)
+    whole = plan.memory(in_rows(run, 9), 1)
+    gpus = just_enough(whole)
     assert plan.largest_micro_batch(run, gpus) == 9
-    assert not plan.memory(run.with_actor(ppo_micro_batch_rows=10), 1).fits(gpus.bytes)
+    assert not plan.memory(in_rows(run, 10), 1).fits(gpus.bytes)
     assert plan.largest_micro_batch(run, Gpus(1, 1)) == 0
     assert plan.largest_micro_batch(run, Gpus(1, 1000)) == 64  # all of a mini-batch: 4 prompts of 8 images of 2 steps
 
 
-@pytest.mark.slow
 def test_changes_are_told_until_the_run_fits(run, plan):
-    needed = plan.memory(run.with_model(enable_gradient_checkpointing=True).with_actor(ppo_micro_batch_rows=2), 1)
-    gpus = Gpus(1, needed.total / (1 - MARGIN) / GIB)
+    needed = plan.memory(in_rows(run, 2, recompute=True), 1)
+    gpus = just_enough(needed)
     changes = advise(plan, gpus)
     names = [change.override.split("=")[0].rpartition(".")[2] for change in changes]
     assert names[0] == "enable_gradient_checkpointing"
@@ -195,7 +174,6 @@ def test_changes_are_told_until_the_run_fits(run, plan):
     assert advise(plan, Gpus(1, 1000)) == []
 
 
-@pytest.mark.slow
 def test_work_of_a_step_by_hand(run, plan):
     """64 images, 10 steps, a window of 2; a backward is about a forward, for the weights are frozen."""
     flops = step_flops(plan)
@@ -214,7 +192,6 @@ def test_work_of_a_step_by_hand(run, plan):
     assert time.total == pytest.approx(flops.total / (2 * 0.4 * 989e12))
 
 
-@pytest.mark.slow
 def test_time_at_the_peak_of_two_precisions_without_what_is_repeated(run):
     flops = StepFlops(rollout=989e12, score=67e12, update=134e12, recomputed=1e15)
     two = replace(run, model=replace(run.model, dtype="float32"))
@@ -233,7 +210,6 @@ def train_check(run, plan, monkeypatch):
     return lambda device_bytes: planned.check_memory(None, 1, device_bytes)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.slow
 def test_training_warns_of_too_little_memory(train_check, run, plan):
     memory = plan.memory(run, 1)
     with warnings.catch_warnings():
@@ -245,11 +221,10 @@ def test_training_warns_of_too_little_memory(train_check, run, plan):
         train_check(1000)
 
 
-@pytest.mark.slow
 def test_training_refuses_a_micro_batch_that_cannot_fit(train_check, run, plan, monkeypatch):
     """Only where its tensors alone are too many, and fewer images would do."""
     monkeypatch.setattr(room, "RUNTIME", 0)
-    one = plan.memory(run.with_actor(ppo_micro_batch_rows=1), 1)
+    one = plan.memory(in_rows(run, 1), 1)
     available = round(one.total / (1 - MARGIN)) + 1000
     assert plan.memory(run, 1).tensors > available
     with pytest.raises(

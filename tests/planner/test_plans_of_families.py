@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 import pytest
 import torch
 import torch.nn.functional as F
-from small_pipelines import write_tiny
+from small_pipelines import PLAIN, write_tiny
 from tiny_families import TINY
 from torch.overrides import TorchFunctionMode
 
@@ -20,11 +20,9 @@ from flowgrpo_rc.planner.pipeline import FakePipeline
 from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig
 from flowgrpo_rc.sde import log_prob, transition
 
+pytestmark = pytest.mark.slow
 LORA = ModelConfig(lora_rank=4)
 ROWS = 3
-PLAIN = {"recompute": False, "reference": False, "detached": False, "accumulates": False}
-
-
 VARIANTS = {
     "flux_schnell": "flux_dev",
     "flux2_klein_references": "flux2_klein",
@@ -56,22 +54,26 @@ def passes_of(folder, name):
     return Passes(pipeline, LORA, "float32", RolloutConfig(pipeline=asked), autocast=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TINY if name not in VARIANTS])
-def test_depth_scales_as_a_run_of_all_blocks_does(name, tmp_path, monkeypatch):
-    """Within a thousandth; operations to the last one."""
+EVERYTHING = PLAIN | {"recompute": True, "reference": True, "accumulates": True}
+DEPTHS = [(name, EVERYTHING) for name in TINY if name not in VARIANTS] + [("qwen_image", PLAIN | {"detached": True})]
+
+
+@pytest.mark.parametrize(("name", "how"), DEPTHS)
+def test_depth_scales_as_a_run_of_all_blocks_does(name, how, tmp_path, monkeypatch):
+    """Within a thousandth; operations to the last one. Afterwards the transformer has all its blocks."""
     folder = write_tiny(tmp_path, TINY[name].build(), deeper=True)
-    how = PLAIN | {"recompute": True, "accumulates": True}
     scaled = passes_of(folder, name)
-    assert sum(len(kind.blocks) for kind in scaled.kinds) > 4
     update = scaled.update(ROWS, **how)
+    blocks = sum(len(kind.blocks) for kind in scaled.kinds)
+    assert blocks == sum(len(scaled.transformer.get_submodule(place)) for place in {k.place for k in scaled.kinds}) > 4
     monkeypatch.setattr(passes, "SHORT", 100)
     whole = passes_of(folder, name)
     expected = whole.update(ROWS, **how)
-    assert whole.lora_parameters == scaled.lora_parameters
+    assert whole.sizes == scaled.sizes
     assert update.peak == pytest.approx(expected.peak, rel=1e-3)
     for flops in ("forward_flops", "backward_flops", "recomputed_flops"):
         assert getattr(update, flops) == getattr(expected, flops)
+    assert (expected.recomputed_flops > 0) is how["recompute"]
 
 
 class Counted(TorchFunctionMode):
@@ -94,12 +96,15 @@ class Counted(TorchFunctionMode):
         return out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(TINY))
-def test_a_real_step_has_the_living_bytes_and_operations_of_the_fake_one(name, tmp_path):
+@pytest.mark.parametrize(("name", "recompute"), [*((name, False) for name in TINY), ("qwen_image", True)])
+def test_a_real_step_has_the_living_bytes_and_operations_of_the_fake_one(name, recompute, tmp_path):
+    """Tensor for tensor: the same operations allocate the same storages, whatever they hold."""
     pipe = TINY[name].build()
     fake = passes_of(write_tiny(tmp_path, pipe), name)
-    expected = fake.update(ROWS, **PLAIN)
+    expected = fake.update(ROWS, **PLAIN | {"recompute": recompute})
+    one = fake.update(1, **PLAIN)
+    assert expected.forward_flops == ROWS * one.forward_flops
+    assert expected.backward_flops == ROWS * one.backward_flops > 0
     with fake._pipeline.fake:
         state = fake._state(ROWS)
 
@@ -117,6 +122,8 @@ def test_a_real_step_has_the_living_bytes_and_operations_of_the_fake_one(name, t
     model = resolve_name(FAMILIES[type(pipe).__name__].adapter)(pipe)
     transformer = model.transformer.requires_grad_(False)
     attach_lora(transformer, model, LORA, dtype=torch.float32)
+    if recompute:
+        transformer.enable_gradient_checkpointing()
 
     def forward():
         velocity = model.velocity(transformer, latents, level * 1000, conditioning)
@@ -132,7 +139,8 @@ def test_a_real_step_has_the_living_bytes_and_operations_of_the_fake_one(name, t
     with LiveBytes([*transformer.parameters(), *transformer.buffers(), *given]) as live:
         step()
     assert live.peak + sum(tensor.nbytes for tensor in given) == pytest.approx(expected.peak, rel=5e-3)
-    assert sum(stretch.flops for stretch in live.stretches) == expected.forward_flops + expected.backward_flops
+    flops = expected.forward_flops + expected.backward_flops + expected.recomputed_flops
+    assert sum(stretch.flops for stretch in live.stretches) == flops
     with Counted() as counted, torch.no_grad():
         forward()
     assert counted.flops == expected.forward_flops > 0

@@ -3,48 +3,23 @@
 import types
 
 import pytest
-from small_pipelines import write
 
-from flowgrpo_rc.actor.config import DiffusionActorConfig
-from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.planner import split as module
 from flowgrpo_rc.planner import text
 from flowgrpo_rc.planner.machines import GIB, Gpus
-from flowgrpo_rc.planner.memory import RUNTIME, MemoryPlan
-from flowgrpo_rc.planner.settings import PlannedRun
-from flowgrpo_rc.planner.split import Split, best_split, one_ahead, split_seconds, taking_turns, turns_seconds
-from flowgrpo_rc.planner.work import StepFlops
-from flowgrpo_rc.rollout.config import PipelineConfig, RolloutAlgoConfig, RolloutConfig
+from flowgrpo_rc.planner.memory import RUNTIME
+from flowgrpo_rc.planner.work import (
+    Split,
+    StepFlops,
+    StepTime,
+    best_split,
+    one_ahead,
+    split_seconds,
+    step_time,
+    taking_turns,
+)
 
 SECOND = 0.4 * 989e12
 """Operations of an H100 in bfloat16 in a second, as plans assume."""
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """64 images a step, of which an engine draws 4 at a time."""
-    return PlannedRun(
-        model=ModelConfig(
-            path=write(tmp_path_factory.mktemp("models") / "qwen", "qwen"),
-            dtype="bfloat16",
-            lora_rank=4,
-            target_modules=["to_q"],
-        ),
-        actor=DiffusionActorConfig(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=4),
-        rollout=RolloutConfig(
-            dtype="bfloat16",
-            n=8,
-            micro_batch_size=4,
-            algo=RolloutAlgoConfig(sde_window_size=2),
-            pipeline=PipelineConfig(height=64, width=64, max_sequence_length=16),
-        ),
-        prompts=8,
-    )
-
-
-@pytest.fixture(scope="module")
-def plan(run):
-    return MemoryPlan(run)
 
 
 def work(rollout, update):
@@ -55,14 +30,14 @@ def work(rollout, update):
 def test_a_fixed_number_of_gpus_gains_nothing_by_a_split(run):
     """R = U = 40 s of one GPU: 2 GPUs take 20 + 20 in turns, and max(40, 40) split."""
     gpus = Gpus(2, 80)
-    assert turns_seconds(work(40, 40), run, gpus) == pytest.approx(40)
+    assert step_time(work(40, 40), run, gpus).total == pytest.approx(40)
     split = split_seconds(work(40, 40), run, gpus, 1)
     assert (split.rollout, split.learning, split.total) == pytest.approx((40, 40, 40))
     # R = 2 U on 3 GPUs: 80 / 3 + 40 / 3 = 40, and max(80 / 2, 40 / 1) = 40.
-    assert turns_seconds(work(80, 40), run, Gpus(3, 80)) == pytest.approx(40)
+    assert step_time(work(80, 40), run, Gpus(3, 80)).total == pytest.approx(40)
     assert split_seconds(work(80, 40), run, Gpus(3, 80), 1).total == pytest.approx(40)
     # The same on 4 GPUs, which do not divide as 2 to 1: 30 in turns, and max(80 / 2, 40 / 2) or max(80 / 3, 40).
-    assert turns_seconds(work(80, 40), run, Gpus(4, 80)) == pytest.approx(30)
+    assert step_time(work(80, 40), run, Gpus(4, 80)).total == pytest.approx(30)
     assert split_seconds(work(80, 40), run, Gpus(4, 80), 2).total == pytest.approx(40)
     assert split_seconds(work(80, 40), run, Gpus(4, 80), 1).total == pytest.approx(40)
 
@@ -71,7 +46,7 @@ def test_rewards_that_leave_gpus_idle_make_it_pay(run):
     """R = 4 U and a reward as long as the update on 4 GPUs: 20 + 5 + 5 in turns; 80 / 3, rounded up to whole
     micro-batches, against 5 + 20 split."""
     gpus = Gpus(4, 80)
-    assert turns_seconds(work(80, 20), run, gpus, reward=5) == pytest.approx(30)
+    assert step_time(work(80, 20), run, gpus).total + 5 == pytest.approx(30)
     split = split_seconds(work(80, 20), run, gpus, 1, reward=5)
     # 16 micro-batches of 4 images over 3 engines: one draws 6 of them, 24 of the 64 images.
     assert (split.rollout, split.learning) == pytest.approx((80 * 24 / 64, 25))
@@ -116,13 +91,13 @@ def test_the_fastest_split_that_fits(run, plan):
     assert split_seconds(work_of_both, run, gpus, 2).total == pytest.approx(15)
     assert best_split(plan, work_of_both, gpus, [4, 5]) is None  # an engine for each process
     assert best_split(plan, work_of_both, gpus, []) is None
-    small = Gpus(6, split_bytes(plan, gpus) / GIB / 2)
+    fits = best_split(plan, work(1, 1), gpus, [2])
+    assert fits.overrides == (
+        "actor_rollout_ref.rollout.placement=process 'actor_rollout_ref.rollout.devices=[cuda:2,cuda:3,cuda:4,cuda:5]' "
+        "actor_rollout_ref.rollout.ahead=1"
+    )
+    small = Gpus(6, max(fits.trainer_bytes, fits.engine_bytes) / GIB / 2)
     assert best_split(plan, work_of_both, small, [2]) is None
-
-
-def split_bytes(plan, gpus):
-    found = best_split(plan, work(1, 1), gpus, [2])
-    return max(found.trainer_bytes, found.engine_bytes)
 
 
 @pytest.mark.slow
@@ -162,15 +137,9 @@ def split_bytes(plan, gpus):
     ],
 )
 def test_what_is_said(monkeypatch, plan, turns, split, reward, fits, says):
-    monkeypatch.setattr(text, "turns_seconds", lambda *_: turns)
+    monkeypatch.setattr(text, "step_time", lambda *_: StepTime(turns - reward, 0.0))
     monkeypatch.setattr(text, "best_split", lambda *_: split)
     if not fits:
         monkeypatch.setattr(plan, "memory", lambda *_: types.SimpleNamespace(fits=lambda _: False), raising=True)
     assert text._split(plan, Gpus(4, 80), [1, 2], reward) == [says]
     assert text._split(plan, Gpus(1, 80), [], reward) == []
-
-
-def test_the_overrides_are_taken_by_the_configuration(run):
-    split = split_seconds(work(1, 1), run, Gpus(3, 80), 1)
-    assert "'actor_rollout_ref.rollout.devices=[cuda:1,cuda:2]'" in split.overrides
-    assert module.one_ahead(run, 1, 2).rollout.ahead == 1

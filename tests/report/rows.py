@@ -6,6 +6,8 @@ import json
 import yaml
 from PIL import Image
 
+from flowgrpo_rc.report import check_health
+
 CONFIG = {
     "algorithm": {"rollout_correction": {"bypass_mode": True, "rollout_is": None}},
     "data": {"train_batch_size": 8},
@@ -84,6 +86,11 @@ def folder(root, made, config=CONFIG, tail=""):
     for step, colour in ((0, "white"), (made[-1]["step"], "orange")):
         Image.new("RGB", (1256, 200), colour).save(root / "samples" / f"step_{step:05d}.png")
     return root
+
+
+def found(made, config, check):
+    """The finding of one check; None if it was left out."""
+    return next((f for f in check_health(made, config) if f.check == check), None)
 
 
 COLLAPSING = {

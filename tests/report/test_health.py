@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from rows import COLLAPSING, HEALTHY, rows, settings
+from rows import COLLAPSING, HEALTHY, found, rows, settings
 
 from flowgrpo_rc.report import check_health, worst
 from flowgrpo_rc.report.checks_correction import WEIGHT_CHECKS
@@ -18,11 +18,6 @@ MEASURED = [json.loads(line) for line in RESULTS.read_text().splitlines()]
 
 
 RC, LOSS = "algorithm__rollout_correction", "actor_rollout_ref__actor__diffusion_loss"
-
-
-def found(made, config, check):
-    """The finding of one check; None if it was left out."""
-    return next((f for f in check_health(made, config) if f.check == check), None)
 
 
 SDE = [

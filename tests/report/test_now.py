@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from rows import folder, rows, settings
+from rows import folder, found, rows, settings
 
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.report import check_health
@@ -14,11 +14,6 @@ from flowgrpo_rc.report.panels import logged_panels
 LOSS = "actor_rollout_ref__actor__diffusion_loss"
 AUTO = {f"{LOSS}__clip_ratio": "auto", f"{LOSS}__auto_clip_min": 1e-4}
 BYPASS = "algorithm__rollout_correction__bypass_mode"
-
-
-def found(made, config, check):
-    """The finding of one check; None if it was left out."""
-    return next((f for f in check_health(made, config) if f.check == check), None)
 
 
 def without(made, *names, after=0):
