@@ -9,7 +9,7 @@ from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import History
 
 
-def rejected(history: History) -> Measurement:
+def rejected(history: History) -> Measurement | None:
     """The share of steps or tokens that rejection removed."""
     metric = "rollout_corr/rollout_rs_masked_fraction"
     # In bypass mode the rows may have the kept share alone.
