@@ -28,8 +28,7 @@ from flowgrpo_rc.correction.mapping import optional
 from flowgrpo_rc.correction.numerics.compute import compute_offpolicy_metrics, run_plan
 from flowgrpo_rc.correction.options import dialects
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
-from flowgrpo_rc.integrations._replace import Replacement
-from flowgrpo_rc.integrations.verl import OPTIONS, plan_of_options, weights_proto
+from flowgrpo_rc.integrations.verl import OPTIONS, Replacement, plan_of_options, weights_proto
 
 __all__ = [
     "apply_bypass_mode_to_diffusion_batch",

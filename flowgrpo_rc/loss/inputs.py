@@ -30,8 +30,8 @@ from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction import RolloutCorrection, RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.correction.mapping import TensorMapping, as_mapping, optional
 from flowgrpo_rc.loss.aggregation import Aggregation
-from flowgrpo_rc.loss.objectives import CLIP_BAND, OBJECTIVES, LossOptions, Objective, Threshold
-from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, PolicyTerms, reinforce_objective
+from flowgrpo_rc.loss.objectives import CLIP_BAND, OBJECTIVES, LossOptions, Threshold
+from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, PolicyTerms, reinforce
 
 
 @runtime_checkable
@@ -114,15 +114,20 @@ def read_inputs(
     if rc.bypass_mode and not reinforces:
         weights = None  # PPO's ratio is already over the rollout policy; weights would count it twice
     # Read for every objective: the share outside the clip band is a metric of all.
-    low, high = CLIP_BAND.sides(options, _clip_widths(data, log_prob))
+    widths = like_log_probs(data, Key.CLIP_WIDTHS, log_prob)
+    if widths is not None:
+        # With NaN for invalid ones the loss is NaN and refused, without a host sync here.
+        widths = torch.where(_is_usable(Key.CLIP_WIDTHS, widths), widths, torch.nan)
+    low, high = CLIP_BAND.sides(options, widths)
     # The dual clip belongs to tokens; the diffusion objectives are defined without it.
     dual_clip = None if valid is None else options.clip_ratio_c
     objective = OBJECTIVES[options.loss_mode]
     threshold = objective.limit.value(options) if isinstance(objective.limit, Threshold) else math.inf
+    own_options = {name: getattr(options, name) for name in objective.options}
     return LossInputs(
         config=config,
         policy=PolicyInputs(log_prob, old_log_prob, advantages, weights, keep),
-        objective=reinforce_objective if reinforces else _with_options(objective, options),
+        objective=_reinforce if reinforces else partial(objective.load(), **own_options),
         limits=PolicyLimits(low, high, dual_clip, threshold),
         aggregation=aggregation,
         valid=valid,
@@ -130,9 +135,8 @@ def read_inputs(
     )
 
 
-def _with_options(objective: Objective, options: LossOptions) -> Callable[[PolicyInputs, PolicyLimits], PolicyTerms]:
-    """The objective's function with its own options filled in."""
-    return partial(objective.load(), **{name: getattr(options, name) for name in objective.options})
+def _reinforce(p: PolicyInputs, _: PolicyLimits) -> PolicyTerms:
+    return reinforce(p.log_prob, p.old_log_prob, p.advantages, weights=p.weights, keep=p.keep)
 
 
 def _given_correction(
@@ -183,9 +187,7 @@ def like_log_probs(data: TensorMapping, name: str, log_prob: Tensor) -> Tensor |
     value = optional(data, name)
     # Equal shapes are required because a (B, 1) tensor would broadcast without an error.
     if value is not None and value.shape != log_prob.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)} but log_probs has {tuple(log_prob.shape)}; they must agree"
-        )
+        raise ValueError(f"{name} has shape {tuple(value.shape)} but log_probs has {tuple(log_prob.shape)}")
     return value
 
 
@@ -193,12 +195,6 @@ def check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
     """Raise ``ValueError`` unless ``value`` has the shape that follows from the log-probs."""
     if value.shape != expected:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected)}")
-
-
-def _clip_widths(data: TensorMapping, log_prob: Tensor) -> Tensor | None:
-    """``clip_widths``, with NaN for invalid ones: the loss then is NaN and refused, without a host sync here."""
-    widths = like_log_probs(data, Key.CLIP_WIDTHS, log_prob)
-    return None if widths is None else torch.where(_is_usable(Key.CLIP_WIDTHS, widths), widths, torch.nan)
 
 
 def _is_usable(name: str, values: Tensor) -> Tensor:

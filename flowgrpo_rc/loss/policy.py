@@ -137,11 +137,6 @@ def flow_grpo(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
     )
 
 
-def reinforce_objective(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
-    """``reinforce`` with the signature of an objective; it has no limit."""
-    return reinforce(inputs.log_prob, inputs.old_log_prob, inputs.advantages, weights=inputs.weights, keep=inputs.keep)
-
-
 def grpo_guard(inputs: PolicyInputs, limits: PolicyLimits) -> PolicyTerms:
     """The clipped objective on a ratio without the timestep's bias and scale, divided by ``dt``.
 

@@ -42,10 +42,9 @@ class LossMetrics:
         kl_sum: Tensor,
         valid: Tensor | None = None,
     ) -> "LossMetrics":
-        """Sums of one micro-batch, from its objective's inputs and result.
+        """Sums of one micro-batch, from its objective's inputs and result, and from its reduced sums.
 
         Args:
-            loss_sum, denominator, kl_sum: of the micro-batch, reduced.
             valid: elements that count (``None``: all); rejected ones count with a log ratio of 0.
         """
         # Not clamped, so that NaN and infinity show in its mean size; the other sums use the clamped one.
@@ -124,7 +123,7 @@ class LossMetrics:
         total = dict(zip(self.names, sums, strict=True))
         # A rank may have no valid token; its sums are 0 then, and so are its shares.
         n = max(total["elements"], 1.0)
-        ratio = (total["ratio"] / n, -minus_least, most) if total["elements"] else (1.0, 1.0, 1.0)
+        mean, least, most = (total["ratio"] / n, -minus_least, most) if total["elements"] else (1.0, 1.0, 1.0)
         dual = {"actor/pg_clipfrac_dual": total["dual_clipped"] / n} if "dual_clipped" in total else {}
         denominator = total["denominator"] if total["denominator"] > 0 else 1.0
         return {
@@ -137,7 +136,9 @@ class LossMetrics:
             "actor/pg_clipfrac_inert": total["inert"] / n,
             **dual,
             "actor/log_ratio_abs_mean": total["abs_log_ratio"] / n,
-            **dict(zip(("actor/ratio_mean", "actor/ratio_min", "actor/ratio_max"), ratio, strict=True)),
+            "actor/ratio_mean": mean,
+            "actor/ratio_min": least,
+            "actor/ratio_max": most,
             "actor/kl_loss": total["kl_loss"] / denominator,
         }
 
