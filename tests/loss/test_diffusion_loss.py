@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import EXACT, F64, MODES, tensor
+from loss_cases import BAND, EXACT, F64, MODES, accumulated, assert_inputs_stay, loop_correction, on_two_ranks, tensor
 from tensordict import TensorDict
 from torch.testing import assert_close
 
@@ -17,8 +17,6 @@ from flowgrpo_rc.batch import apply_rollout_correction_to_diffusion_batch
 from flowgrpo_rc.loss import diffusion_loss, diffusion_loss_sums, token_loss
 
 NORMALIZATIONS = ("all", "kept")
-BAND = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.15"}  # mirrored it would be [.87, 1.25]
-NO_IS = {"rollout_is": None}
 
 
 def make_config(mode="decoupled", rc=None, kl=None, **loss):
@@ -27,7 +25,7 @@ def make_config(mode="decoupled", rc=None, kl=None, **loss):
         diffusion_loss=DiffusionLossConfig(
             **{"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "adv_clip_max": 1.5, **loss}
         ),
-        rollout_correction={**NO_IS, **MODES[mode], **(rc or {})},
+        rollout_correction={**MODES[mode], **(rc or {})},
         use_kl_loss=kl is not None,
         kl_loss_coef=kl or 0.0,
     )
@@ -74,47 +72,6 @@ def kl_output(seed, shape, latent=(3, 4)):
 
 
 # ---------------------------------------------------------------- the loop
-
-
-def loop_correction(policy, rollout, rc):
-    """Weights and keep-mask of `policy` over `rollout`, one float at a time; `(B,)` counts as `(B, 1)`."""
-    weights, keep = torch.ones_like(rollout), torch.ones_like(rollout, dtype=torch.bool)
-    thresholds = str(rc.get("rollout_rs_threshold", "")).split(",")
-    for i in range(len(rollout)):
-        gaps = (policy[i] - rollout[i]).reshape(-1).tolist()
-        n = len(gaps)
-        row_weights = [1.0] * n
-        if rc.get("rollout_is") is not None:
-            exponents = {"token": gaps, "sequence": [sum(gaps)] * n, "geometric": [sum(gaps) / n] * n}
-            row_weights = [math.exp(x) for x in exponents[rc["rollout_is"]]]
-            threshold = str(rc["rollout_is_threshold"])
-            if "_" in threshold:
-                low, high = map(float, threshold.split("_"))
-                row_weights = [x if low <= x <= high else 0.0 for x in row_weights]
-            else:
-                row_weights = [min(x, float(threshold)) for x in row_weights]
-        row_keep = [True] * n
-        for option, threshold in zip((rc.get("rollout_rs") or "").split(","), thresholds, strict=False):
-            if not option:
-                continue
-            aggregate, _, statistic = option.rpartition("_")
-            value = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}[statistic]
-            values = [value(x) for x in gaps]
-            combined = {
-                "token": values,
-                "seq_sum": [sum(values)] * n,
-                "seq_mean": [sum(values) / n] * n,
-                "seq_max": [max(values)] * n,
-            }[aggregate]
-            if statistic == "k1":
-                low, high = map(float, threshold.split("_"))
-                passes = [low <= math.exp(x) <= high for x in combined]
-            else:
-                passes = [x <= float(threshold) for x in combined]
-            row_keep = [a and b for a, b in zip(row_keep, passes, strict=True)]
-        weights[i] = tensor(*row_weights).reshape(weights[i].shape)
-        keep[i] = torch.tensor(row_keep).reshape(keep[i].shape)
-    return weights, keep
 
 
 def loop_loss(mode, rc, new, data, *, clip_low=0.1, clip_high=0.3, adv_clip_max=1.5):
@@ -191,25 +148,6 @@ def test_decoupled_equals_the_loop_with_the_correction_that_the_batch_functions_
         loss, slope, _ = run(config, new, batch)
         assert_close(loss, expected, rtol=1e-5, atol=1e-7)  # the batch's weights are float32
         assert_close(slope, gradient, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_gradcheck_between_the_kinks(mode):
-    """Ratios exp(+-.02) are inside the band, exp(.6) and exp(-.5) outside; the correction is a constant."""
-    _, data = random_batch(b=4, w=2)
-    rc = {"rollout_is": "token", "rollout_is_threshold": 1.1, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_3"}
-    data["rollout_log_probs"] = data["old_log_probs"]
-    shift = tensor([0.02, -0.02], [0.6, -0.5], [0.01, 0.6], [-0.5, 0.02])
-    config, data = make_config(mode, rc), prepared(mode, rc, None, data)
-    new = (data["old_log_probs"] + shift).requires_grad_()
-    if mode != "bypass reinforce":
-        assert torch.autograd.gradcheck(lambda x: diffusion_loss(config, {"log_probs": x}, data)[0], new)
-        return
-    # detached weights: the slope is not that of the value, but of the value with the weights held still
-    weights, keep = loop_correction(new.detach(), data["rollout_log_probs"], rc)
-    advantages = data["advantages"].clamp(-1.5, 1.5)[:, None]
-    assert_close(run(config, new, data)[1], -advantages * weights * keep / 8)
-    assert keep.sum() == 6
 
 
 # ---------------------------------------------------------------- by hand
@@ -466,22 +404,6 @@ def test_trajectory_criteria_tell_a_window_from_a_step():
             assert run(config, new[:, j], alone)[2]["actor/kept_fraction"] == 0.0
 
 
-def accumulated(config, new, data, output, cut):
-    """Gradients, denominator and metrics of micro-batches added up, as the actor does it."""
-    log_probs = new.clone().requires_grad_()
-    means = output["transition_means"].clone().requires_grad_()
-    sums, denominator, metrics = 0.0, 0.0, None
-    for rows in cut:
-        model_output = {"log_probs": log_probs[rows], **{k: v[rows] for k, v in output.items()}}
-        model_output["transition_means"] = means[rows]
-        part = diffusion_loss_sums(config, model_output, {k: v[rows] for k, v in data.items()})
-        part.loss_sum.backward()
-        sums, denominator = sums + part.loss_sum.detach(), denominator + part.denominator
-        metrics = part.metrics if metrics is None else metrics + part.metrics
-    gradients = (log_probs.grad / denominator, means.grad / denominator)
-    return sums, denominator, gradients, metrics.compute()
-
-
 @pytest.mark.parametrize("w", [None, 2])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("mode", MODES)
@@ -495,16 +417,18 @@ def test_any_cut_and_any_order_give_the_same_update(mode, normalization, w):
     }
     config = make_config(mode, rc, kl=0.3)
     new, data = random_batch(b=13, w=w)
-    data, output = prepared(mode, rc, new, data), kl_output(2, new.shape)
-    whole = accumulated(config, new, data, output, [torch.arange(13)])
-    assert 0 < whole[3]["actor/kept_fraction"] < 1
-    loss, slope, _ = run(config, new, data, **output)
-    assert_close((whole[0] / whole[1], whole[2][0]), (loss, slope))
+    data, output = prepared(mode, rc, new, data), {"log_probs": new, **kl_output(2, new.shape)}
+    for name in ("log_probs", "transition_means"):
+        output[name].requires_grad_()
+    whole = accumulated(diffusion_loss_sums, config, output, data, [torch.arange(13)])
+    assert 0 < whole[2]["actor/kept_fraction"] < 1
+    loss, slope, _ = run(config, new, data, **{k: v.detach() for k, v in output.items() if k != "log_probs"})
+    assert_close((whole[0], whole[1]["log_probs"]), (loss, slope))
     shuffled = torch.randperm(13, generator=torch.Generator().manual_seed(1))
     for cut in (torch.arange(13).split(1), torch.arange(13).split(5), shuffled.split(4)):
-        parts = accumulated(config, new, data, output, cut)
-        assert_close(parts[:3], whole[:3])
-        assert parts[3] == pytest.approx(whole[3])
+        parts = accumulated(diffusion_loss_sums, config, output, data, cut)
+        assert_close(parts[:2], whole[:2])
+        assert parts[2] == pytest.approx(whole[2])
 
 
 # ---------------------------------------------------------------- KL to the reference
@@ -579,18 +503,8 @@ def test_only_log_probs_get_a_gradient_and_inputs_stay_as_they_are(mode):
     rc = CORRECTIONS["token TIS, token_k1"]
     new, data = random_batch()
     data = with_correction(data, data["old_log_probs"], rc)
-    for value in data.values():
-        if value.is_floating_point():
-            value.requires_grad_()
-    before = {name: (id(value), value.detach().clone()) for name, value in data.items()}
     kept = new.clone()
-    run(make_config(mode, rc), new, data)
-    assert [value.grad for value in data.values()] == [None] * len(data)
-    assert list(data) == list(before)
-    assert all(id(data[name]) == identity for name, (identity, _) in before.items())
-    assert_close(
-        {name: value.detach() for name, value in data.items()}, {n: v for n, (_, v) in before.items()}, **EXACT
-    )
+    assert_inputs_stay(lambda data: run(make_config(mode, rc), new, data), data)
     assert_close(new, kept, **EXACT)
 
 
@@ -745,33 +659,11 @@ def rank_batch(mode, normalization, keep_first):
     return config, new, prepared(mode, rc, new, data)
 
 
-def _rank(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    group = torch.distributed.group.WORLD
-    results = []
-    for case in RANK_CASES:
-        config, new, data = rank_batch(*case)
-        rows = slice(0, 4) if rank == 0 else slice(4, 9)
-        log_probs = new.requires_grad_()
-        shard = {k: v[rows] for k, v in data.items()}
-        loss, metrics = diffusion_loss(config, {"log_probs": log_probs[rows]}, shard, dp_group=group)
-        loss.backward()
-        alone, _ = diffusion_loss(config, {"log_probs": new[rows]}, shard)
-        torch.distributed.all_reduce(log_probs.grad)
-        losses = loss.detach().clone()
-        torch.distributed.all_reduce(losses)
-        results.append((losses / 2, log_probs.grad / 2, alone.detach(), metrics))
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:rollout correction rejected every element")
 def test_averaging_over_ranks_gives_the_gradient_of_the_joined_batch(tmp_path):
     """As DDP averages: two gloo processes with unequal shards and unequal kept counts."""
-    torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    ranks = on_two_ranks(tmp_path, diffusion_loss, RANK_CASES, rank_batch, first=4)
     for case, first, second in zip(RANK_CASES, *ranks, strict=True):
         config, new, data = rank_batch(*case)
         expected = run(config, new, data)

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import F64, tensor
+from loss_cases import F64, tensor
 from torch.testing import assert_close
 
 from flowgrpo_rc.loss import ppo_clip, reinforce

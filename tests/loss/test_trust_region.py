@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import F64, tensor
+from loss_cases import F64, tensor
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActorConfig, DiffusionLossConfig
