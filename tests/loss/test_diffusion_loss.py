@@ -150,6 +150,25 @@ def test_decoupled_equals_the_loop_with_the_correction_that_the_batch_functions_
         assert_close(slope, gradient, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_gradcheck_between_the_kinks(mode):
+    """Ratios exp(+-.02) are inside the band, exp(.6) and exp(-.5) outside; the correction is a constant."""
+    _, data = random_batch(b=4, w=2)
+    rc = {"rollout_is": "token", "rollout_is_threshold": 1.1, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_3"}
+    data["rollout_log_probs"] = data["old_log_probs"]
+    shift = tensor([0.02, -0.02], [0.6, -0.5], [0.01, 0.6], [-0.5, 0.02])
+    config, data = make_config(mode, rc), prepared(mode, rc, None, data)
+    new = (data["old_log_probs"] + shift).requires_grad_()
+    if mode != "bypass reinforce":
+        assert torch.autograd.gradcheck(lambda x: diffusion_loss(config, {"log_probs": x}, data)[0], new)
+        return
+    # detached weights: the slope is not that of the value, but of the value with the weights held still
+    weights, keep = loop_correction(new.detach(), data["rollout_log_probs"], rc)
+    advantages = data["advantages"].clamp(-1.5, 1.5)[:, None]
+    assert_close(run(config, new, data)[1], -advantages * weights * keep / 8)
+    assert keep.sum() == 6
+
+
 # ---------------------------------------------------------------- by hand
 
 
@@ -216,22 +235,6 @@ def test_bypass_ratio_is_over_the_rollout_policy(mode):
     # a batch that carries the rollout's log-probs as the old ones only
     renamed = {"old_log_probs": data["rollout_log_probs"], "advantages": data["advantages"]}
     same(config, new, data, renamed)
-
-
-def test_clip_band_has_two_sides_and_does_not_enter_reinforce():
-    new, data = random_batch(b=30)
-    wide = {"clip_ratio_low": 0.9, "clip_ratio_high": 9.0}
-    for mode in ("decoupled", "bypass ppo_clip"):
-        base = run(make_config(mode, **wide), new, data)[0]
-        for side in ({"clip_ratio_low": 0.1}, {"clip_ratio_high": 0.1}):
-            assert run(make_config(mode, **{**wide, **side}), new, data)[0] > base + 1e-3
-        one = run(make_config(mode, clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None), new, data)
-        two = run(make_config(mode, clip_ratio=9.0, clip_ratio_low=0.2, clip_ratio_high=0.2), new, data)
-        assert_close(one[:2], two[:2], **EXACT)
-        half = run(make_config(mode, clip_ratio=0.3, clip_ratio_low=0.1, clip_ratio_high=None), new, data)
-        assert_close(half[:2], run(make_config(mode), new, data)[:2], **EXACT)
-    mode = "bypass reinforce"
-    assert_close(run(make_config(mode, **wide), new, data)[:2], run(make_config(mode), new, data)[:2], **EXACT)
 
 
 # ---------------------------------------------------------------- the table of modes: weights

@@ -1,19 +1,17 @@
 """The table of objectives: torch-free, consistent with the functions that it names, and open at run time."""
 
-import math
 import subprocess
 import sys
 
 import pytest
 import torch
+from loss_cases import F64
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.loss import OBJECTIVES, Objective, diffusion_loss
-from flowgrpo_rc.loss.objectives import CLIP_BAND, DEFAULT, KL_TRUST_REGION, Threshold
+from flowgrpo_rc.loss.objectives import CLIP_BAND, KL_TRUST_REGION, Threshold
 from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, PolicyTerms, TransitionShift
-
-F64 = torch.float64
 
 
 def test_the_tables_that_configurations_ask_need_no_torch():
@@ -42,11 +40,6 @@ def test_the_records(name, beyond, auto, means, sde_type):
     )
     assert objective.clips is (objective.limit is CLIP_BAND)
     assert hasattr(DiffusionLossConfig(), objective.limit.key)
-
-
-def test_the_default_is_one_of_them():
-    assert DiffusionLossConfig().loss_mode == DEFAULT
-    assert DEFAULT in OBJECTIVES
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -162,14 +155,6 @@ def test_one_record_and_one_function_make_an_objective(monkeypatch):
     assert limit.exceeded(squares, config.diffusion_loss).tolist() == [False, True]
     assert limit.setting(config.diffusion_loss) == "adv_clip_max=4"
     assert config.diffusion_loss.objective.beyond == "beyond the squared log ratio"
-
-
-def test_an_objective_whose_function_is_not_there_says_so(monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, "lost", Objective(name="lost", function="flowgrpo_rc.loss.policy:lost"))
-    config = DiffusionActorConfig(diffusion_loss=DiffusionLossConfig(loss_mode="lost"))
-    data = {"old_log_probs": torch.zeros(2), "advantages": torch.ones(2)}
-    with pytest.raises(AttributeError, match="lost"):
-        diffusion_loss(config, {"log_probs": torch.full((2,), math.log(1.1))}, data)
 
 
 def scaled(inputs: PolicyInputs, limits: PolicyLimits, *, kl_mask_threshold: float) -> PolicyTerms:

@@ -5,7 +5,16 @@ import warnings
 
 import pytest
 import torch
-from loss_cases import EXACT, F64, MODES, accumulated, loop_correction, on_two_ranks, tensor
+from loss_cases import (
+    EXACT,
+    F64,
+    MODES,
+    accumulated,
+    loop_correction,
+    on_two_ranks,
+    tensor,
+    verl_agg_loss,
+)
 from tensordict import TensorDict
 from torch.testing import assert_close
 
@@ -243,19 +252,6 @@ def verl_policy_loss(old, new, advantages, mask, low, high, c, weights=None):
     bounded = torch.where(advantages < 0, torch.minimum(-advantages * c, clipped), clipped)
     lower = ((clipped > -advantages * c) & (advantages < 0)).to(F64)
     return bounded if weights is None else bounded * weights, (lower * mask).sum() / mask.sum()
-
-
-def verl_agg_loss(loss, mask, agg_mode):
-    """verl 0.9.1's ``agg_loss`` of one whole batch, with its 1e-8."""
-    tokens = mask.sum(-1)
-    present = (tokens > 0).to(F64)
-    sums = (loss * mask).sum(-1)
-    return {
-        "token-mean": (loss * mask).sum() / mask.sum(),
-        "seq-mean-token-sum": (sums * present).sum() / present.sum(),
-        "seq-mean-token-mean": (sums / (tokens + 1e-8) * present).sum() / present.sum(),
-        "seq-mean-token-sum-norm": (sums * present).sum() / present.sum() / mask.shape[-1],
-    }[agg_mode]
 
 
 @pytest.mark.parametrize("agg_mode", AGGREGATIONS)
