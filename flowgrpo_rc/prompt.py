@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +14,8 @@ from flowgrpo_rc.messages import one_line, reason
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """Formats of reference images, as Pillow names them. Others are excluded because some are programs (PostScript)."""
-DECODED_BYTES = 64 * 2**20
-"""Bytes of decoded reference images that a process keeps: 21 images of 1024 x 1024 pixels."""
-
-
-class DecodedImages:
-    """Cache of the most recently used images, by the digests of their files; threads share it."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._bytes = 0
-        self._images: OrderedDict[str, Any] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, digest: str) -> Any:
-        """A copy as ``PIL.Image.Image``; ``None`` if it is not cached."""
-        with self._lock:
-            found = self._images.get(digest)
-            if found is not None:
-                self._images.move_to_end(digest)
-        return None if found is None else found.copy()
-
-    def add(self, digest: str, image: Any) -> None:
-        """Cache a copy of an RGB image, and drop the least recently used ones."""
-        size = 3 * image.width * image.height
-        # One image above the limit would evict all others and itself.
-        if size > self._limit:
-            return
-        # The caller may draw on its picture.
-        copy = image.copy()
-        with self._lock:
-            if digest not in self._images:
-                self._bytes += size
-            # The digest identifies the pixels: two paths to one file share an entry.
-            self._images[digest] = copy
-            while self._bytes > self._limit:
-                _, dropped = self._images.popitem(last=False)
-                self._bytes -= 3 * dropped.width * dropped.height
-
-
-_DECODED = DecodedImages(DECODED_BYTES)
-"""Rewards open the reference of a prompt once for each of its images."""
+DECODED_IMAGES = 8
+"""Reference images whose pixels a process keeps: rewards open that of a prompt once for each of its images."""
 
 
 @dataclass(frozen=True)
@@ -103,30 +63,14 @@ class ReferenceImage:
     def open(self) -> Any:
         """The upright picture as a ``PIL.Image.Image`` in RGB, which the caller may change.
 
-        The file is read at every call; its pixels are decoded unless they are cached (``DECODED_BYTES``).
+        The file is read at every call; its pixels are decoded unless they are cached (``DECODED_IMAGES``).
 
         Raises:
             ValueError: as ``read``; or the file is damaged.
         """
-        from PIL import Image, ImageOps
-
         # Read before the cache is used, so that a file that has changed since the start is refused.
-        content = self.read()
-        found = _DECODED.get(self.digest)
-        if found is not None:
-            return found
-        try:
-            with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
-                upright = ImageOps.exif_transpose(image)
-            # A palette's transparent colours are converted only from there.
-            found = (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
-        except Exception as error:  # the decoders raise errors of every kind
-            name = self.path or "in the prompt file"
-            raise ValueError(
-                f"{self.source}: the image {name} is damaged or cut off ({one_line(error, 200)}); save it again"
-            ) from error
-        _DECODED.add(self.digest, found)
-        return found
+        self.read()
+        return _decoded(self).copy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy as np
@@ -134,6 +78,24 @@ class ReferenceImage:
         if copy is False:
             raise ValueError("the pixels of an image file are decoded anew, which needs memory of their own")
         return np.asarray(self.open(), dtype=dtype)
+
+
+@lru_cache(maxsize=DECODED_IMAGES)
+def _decoded(image: ReferenceImage) -> Any:
+    """The picture of ``ReferenceImage.open``; equal files share an entry."""
+    from PIL import Image, ImageOps
+
+    content = image.read()
+    try:
+        with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as opened:
+            upright = ImageOps.exif_transpose(opened)
+        # A palette's transparent colours are converted only from there.
+        return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
+    except Exception as error:  # the decoders raise errors of every kind
+        name = image.path or "in the prompt file"
+        raise ValueError(
+            f"{image.source}: the image {name} is damaged or cut off ({one_line(error, 200)}); save it again"
+        ) from error
 
 
 @dataclass(frozen=True)

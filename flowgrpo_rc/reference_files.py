@@ -63,9 +63,10 @@ class ReferenceReader:
             return replace(_looked_at(given, "in the prompt file", source), content=given)
         if isinstance(given, str) and given.strip():
             return self._at(given, source)
+        keys = f" with the keys {', '.join(map(str, value)) or 'none'}" if isinstance(value, Mapping) else ""
         raise ValueError(
-            f"{source}: {IMAGES_KEY!r} holds a {type(value).__name__}{_keys(value)} that names no image; give {_FORMS},"
-            " or leave it out"
+            f"{source}: {IMAGES_KEY!r} holds a {type(value).__name__}{keys} that names no image; give {_FORMS}, or "
+            "leave it out"
         )
 
     def _at(self, text: str, source: str) -> ReferenceImage:
@@ -76,10 +77,6 @@ class ReferenceReader:
         if path not in self._files:
             self._files[path] = replace(_looked_at(_content(path, text, source), path, source), path=path)
         return replace(self._files[path], source=source)
-
-
-def _keys(value: Any) -> str:
-    return f" with the keys {', '.join(map(str, list(value)[:9])) or 'none'}" if isinstance(value, Mapping) else ""
 
 
 def _content(path: str, text: str, source: str) -> bytes:

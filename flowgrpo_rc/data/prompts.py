@@ -5,15 +5,17 @@ To add a format, write a reader and add a line to ``READERS``.
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.data.text import character_fault, is_blank, parse_row
-from flowgrpo_rc.messages import reason
+from flowgrpo_rc.messages import one_line, reason
 from flowgrpo_rc.paths import LFS_POINTER
 from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.reference_files import IMAGES_KEY, ReferenceReader
@@ -21,6 +23,10 @@ from flowgrpo_rc.reference_files import IMAGES_KEY, ReferenceReader
 NEGATIVE_KEY = "negative_prompt"
 COLUMNS_NAMED = 20
 """How many columns a message lists at most."""
+_INVISIBLE = {"Cc", "Cf", "Zs", "Zl", "Zp", "Mn", "Me"}
+"""Unicode categories without a glyph of their own: controls, formats (zero-width characters), spaces, marks."""
+# Tab and line ends are text; a NUL ends a string in some tokenizers, and an escape code would reach the terminal.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,15 +122,61 @@ def _text_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
 
 def _json_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
     for source, line in _lines(path):
-        yield _row_record(parse_row(line, source), prompt_key, source)
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{source} is not JSON ({one_line(error, 120)}); write one object a line") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{source} is a JSON {type(row).__name__}; write one object a line")
+        yield _row_record(row, prompt_key, source)
 
 
 def _parquet_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
-    from flowgrpo_rc.data.parquet import parquet_rows
+    import pyarrow
+    import pyarrow.parquet
 
-    # The columns are checked before any row is read, so that a large file is refused at once.
-    for number, row in parquet_rows(path, lambda columns: _check_has(prompt_key, columns, str(path))):
-        yield _row_record(row, prompt_key, f"{path}:{number}")
+    # The place of the damage decides pyarrow's error: its own classes, an OSError, or a decoder's error.
+    damage = (pyarrow.ArrowException, OSError, EOFError, ValueError, OverflowError, MemoryError)
+    try:
+        # ``read_table`` would also take columns from the names of the folders above.
+        file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
+    except damage as error:
+        raise ValueError(f"{path} is not a parquet file ({one_line(error, 200)}); write or copy it again") from error
+    with file:
+        # Before any row is read, so that a large file is refused at once.
+        _check_has(prompt_key, file.schema_arrow.names, str(path))
+        first = 1
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            try:
+                table = file.read_row_group(group)
+                table.validate(full=True)
+                found = _in_microseconds(table).to_pylist()
+            except damage as error:
+                raise ValueError(
+                    f"{path} is damaged in rows {first} to {first + rows - 1} ({one_line(error, 200)}); copy it again"
+                ) from error
+            for number, row in enumerate(found, start=first):
+                yield _row_record(row, prompt_key, f"{path}:{number}")
+            first += rows
+
+
+def _in_microseconds(table: Any) -> Any:
+    """The table with times in microseconds: pandas writes nanoseconds, which Python's times cannot hold."""
+    import pyarrow
+
+    for i, column in enumerate(table.schema):
+        kind = column.type
+        if getattr(kind, "unit", None) != "ns":
+            continue
+        if pyarrow.types.is_timestamp(kind):
+            coarser = pyarrow.timestamp("us", kind.tz)
+        elif pyarrow.types.is_duration(kind):
+            coarser = pyarrow.duration("us")
+        else:
+            coarser = pyarrow.time64("us")
+        table = table.set_column(i, column.name, table.column(i).cast(coarser, safe=False))
+    return table
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[PromptRecord]]] = {
@@ -173,15 +225,19 @@ def _row_record(row: Mapping[str, Any], prompt_key: str, source: str) -> PromptR
 
 def _record(prompt: str, name: str, source: str, **others: Any) -> PromptRecord:
     # A blank prompt has nothing that a reward could check.
-    if is_blank(prompt):
+    if all(unicodedata.category(character) in _INVISIBLE for character in prompt):
         raise ValueError(f"{source}: {name} is blank; write a prompt or remove the row")
     return PromptRecord(prompt=prompt, source=source, **others)
 
 
 def _check_characters(text: str, name: str, source: str) -> None:
-    fault = character_fault(text)
-    if fault is not None:
-        raise ValueError(f"{source}: {name} holds {fault}; remove it, or save the file again from its source")
+    """Refuse control characters besides tab and line ends."""
+    found = _CONTROL.search(text)
+    if found is not None:
+        raise ValueError(
+            f"{source}: {name} holds the control character U+{ord(found.group()):04X} at character "
+            f"{found.start() + 1}; remove it, or save the file again from its source"
+        )
 
 
 def _text(value: Any, key: str, source: str) -> str:

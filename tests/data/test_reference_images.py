@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from flowgrpo_rc.data import PromptRecord, load_prompts
-from flowgrpo_rc.prompt import DecodedImages
+from flowgrpo_rc.prompt import _decoded
 from flowgrpo_rc.rewards import RewardConfig, build_reward
 from flowgrpo_rc.rewards.remote.protocols import PROTOCOLS, JsonProtocol, Request
 
@@ -184,7 +184,7 @@ def test_a_value_that_names_no_file_is_told_with_its_row(tmp_path: Path, images:
 
 def test_pixels_are_decoded_once_and_given_to_each_caller_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller may draw on its picture; a file that has changed is told although its pixels are kept."""
-    monkeypatch.setattr("flowgrpo_rc.prompt._DECODED", DecodedImages(10**6))
+    _decoded.cache_clear()
     (tmp_path / "a.png").write_bytes(encoded())
     (image,) = read(tmp_path, "a.png").images
     decoded = []
