@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from flowgrpo_rc.batch import Key, OldPolicy
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.gap.bands import MEMORY
-from flowgrpo_rc.gap.units import GapSample
+from flowgrpo_rc.gap.statistics import GapSample
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 

@@ -7,7 +7,6 @@ outside the clip band is clipped before anything is learned, and the engine's er
 This is the measurement behind ``flowgrpo-rc probe``; ``flowgrpo_rc.gap.rescoring`` measures during training.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,8 +23,7 @@ from flowgrpo_rc.gap.probe_images import ProbeBatch, ProbedRun, sample_and_resco
 from flowgrpo_rc.gap.research.drift import Drift, DriftMeter
 from flowgrpo_rc.gap.research.log_ratio_distribution import resample
 from flowgrpo_rc.gap.safety import Advice, StepGap, advise, decisive, judge_all
-from flowgrpo_rc.gap.statistics import SampledSteps, apply_limits, row_gap_quantile, step_gap
-from flowgrpo_rc.gap.units import GapSample
+from flowgrpo_rc.gap.statistics import GapSample, apply_limits, row_gap_quantile, step_gap
 from flowgrpo_rc.loss.objectives import OBJECTIVES
 
 
@@ -73,106 +71,62 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
     Raises:
         RolloutError: the engine violated the request, or the actor cannot score its samples.
     """
-    first = sample_and_rescore(run, images)
-    measured = _measure_until_settled(run, first, images, max_images or images)
-    # The update is timed on the images of the first look.
-    seconds = dict(first.seconds)
-    failure = measured.failure
-    try:
-        if not failure:
-            _, seconds["update"] = timed(run.device, lambda: _update(run, first, measured))
-    except NonFiniteUpdateError as error:
-        failure = _in_words(error)
-    sample = measured.sample
-    advice = advise(
-        run.mode,
-        measured.overall,
-        row_gap_quantile(sample.engine),
-        sample.dimensions,
-        measured.steps,
-        failure,
-        drift=measured.drift,
-        adapter_lag=run.rollout.adapter_lag,
-        ahead=run.rollout.ahead,
-        images=measured.images,
-        confidence=measured.confidence,
-    )
-    return ProbeResult(
-        setting=_setting(run, measured),
-        steps=measured.steps,
-        overall=measured.overall,
-        drift=measured.drift,
-        advice=advice,
-        images=measured.images,
-        confidence=measured.confidence,
-        seconds=seconds,
-        saved=None if failure else saved_by_bypass(seconds, run.scored_share),
-    )
-
-
-def saved_by_bypass(seconds: Mapping[str, float], scored_share: float) -> float:
-    """Share of ``rollout``, ``score`` and ``update`` that bypass mode saves against decoupled mode, which scores
-    ``scored_share`` of a batch."""
-    score = seconds["score"] * scored_share
-    return score / (seconds["rollout"] + score + seconds["update"])
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """Results of all images so far."""
-
-    sample: GapSample
-    images: int
-    confidence: float
-    steps: tuple[StepGap, ...]
-    overall: StepGap
-    drift: Drift | None
-    limits: dict[str, Tensor]
-    """``clip_widths`` and ``rollout_rs_bounds`` of each image, if they are calibrated."""
-    failure: str = ""
-    """Why there is no gradient to measure."""
-
-
-def _measure_until_settled(run: ProbedRun, first: ProbeBatch, start: int, most: int) -> _Measured:
-    """Measure until every figure is settled, or ``most`` images are; ``first`` holds ``start``."""
-    meter = _meter(run)
-    samples = [first.sample]
-    unmeasured = [first]
-    images = start
-    measured = None
+    most = max_images or images
+    batches = [sample_and_rescore(run, images)]
+    meter = None
+    metered = 0
+    upcoming = iter(looks(images, most))
     # Bands, quantiles and intervals are of all images so far, so every look computes them anew; gradients add up.
-    for count, confidence in looks(start, most):
-        while images < count:
-            missing = min(start, count - images)
-            unmeasured.append(sample_and_rescore(run, missing, images))
-            samples.append(unmeasured[-1].sample)
-            images += missing
-        sample = GapSample.concatenate(samples)
+    while True:
+        count, confidence = next(upcoming)
+        while len(batches) * images < count:
+            before = len(batches) * images
+            batches.append(sample_and_rescore(run, min(images, count - before), before))
+        sample = GapSample.concatenate([batch.sample for batch in batches])
         limits = _calibrated_limits(run.mode, sample)
         drift = None
-        if meter is not None:
-            try:
-                _add_gradients(run, meter, unmeasured, limits)
-            except NonFiniteUpdateError as error:
-                return replace(_measure(run, sample, limits, None, images, confidence), failure=_in_words(error))
-            drift = meter.result(confidence)
-        if meter is not None and limits:
+        failure = ""
+        if run.mode.limits_the_gap:
             # More images change the bands, and under other bands the gradients of these images differ: measure again.
-            meter = _meter(run)
-        else:
-            unmeasured = []
-        measured = _measure(run, sample, limits, drift, images, confidence)
-        worst = decisive(list(judge_all(run.mode, measured.overall, sample.dimensions, drift).values()))
+            if meter is None or limits:
+                meter = DriftMeter(run.mode, run.rollout.algo.sde_type, run.seed)
+                metered = 0
+            try:
+                _add_gradients(run, meter, batches[metered:], limits)
+                drift = meter.result(confidence)
+            except NonFiniteUpdateError as error:
+                failure = _in_words(error)
+            metered = len(batches)
+        steps, overall = _step_gaps(run, sample, limits, confidence)
+        worst = decisive(list(judge_all(run.mode, overall, sample.dimensions, drift).values()))
         # All processes must agree: one that measured on would sample alone.
-        if on_any_process(worst.settled):
+        if failure or count == most or on_any_process(worst.settled):
             break
-    assert measured is not None
-    return measured
-
-
-def _meter(run: ProbedRun) -> DriftMeter | None:
-    """A meter without images; None if there is no drift."""
-    return DriftMeter(run.mode, run.rollout.algo.sde_type, run.seed) if run.mode.limits_the_gap else None
+    # The update is timed on the images of the first look.
+    seconds = dict(batches[0].seconds)
+    saved = None
+    try:
+        if not failure:
+            _, seconds["update"] = timed(run.device, lambda: _update(run, batches[0], limits))
+            # Bypass mode leaves out the pass that scores ``scored_share`` of a batch in decoupled mode.
+            score = seconds["score"] * run.scored_share
+            saved = score / (seconds["rollout"] + score + seconds["update"])
+    except NonFiniteUpdateError as error:
+        failure = _in_words(error)
+    advice = advise(
+        run.mode,
+        overall,
+        row_gap_quantile(sample.engine),
+        sample.dimensions,
+        steps,
+        failure,
+        drift=drift,
+        adapter_lag=run.rollout.adapter_lag,
+        ahead=run.rollout.ahead,
+        images=count,
+        confidence=confidence,
+    )
+    return ProbeResult(_setting(run, sample, limits), steps, overall, drift, advice, count, confidence, seconds, saved)
 
 
 def _in_words(error: NonFiniteUpdateError) -> str:
@@ -206,34 +160,30 @@ def _calibrated_limits(mode: ModeInForce, sample: GapSample) -> dict[str, Tensor
     return limits
 
 
-def _measure(
-    run: ProbedRun, sample: GapSample, limits: dict[str, Tensor], drift: Drift | None, images: int, confidence: float
-) -> _Measured:
-    steps = _apply(run.mode, sample, limits)
+def _step_gaps(
+    run: ProbedRun, sample: GapSample, limits: dict[str, Tensor], confidence: float
+) -> tuple[tuple[StepGap, ...], StepGap]:
+    """The gap at each timestep, and over all of them."""
+    steps = apply_limits(run.mode, sample, limits)
     resampled = resample(sample, run.seed)
     draws = len(resampled.engine) // len(sample.engine)
     repeated = {name: values.repeat(draws, *[1] * (values.dim() - 1)) for name, values in limits.items()}
-    expected = _apply(run.mode, resampled, repeated)
+    expected = apply_limits(run.mode, resampled, repeated)
     # The intervals must count all draws of an image as one.
     expected = replace(expected, image=expected.image % len(sample.engine))
 
-    def gap_at(timestep: float | None, chosen: Tensor, chosen_expected: Tensor) -> StepGap:
-        return step_gap(steps.part(chosen), timestep, confidence, expected.part(chosen_expected))
+    def gap_at(timestep: float | None) -> StepGap:
+        chosen, drawn = (
+            torch.ones_like(one, dtype=torch.bool) if timestep is None else one == timestep
+            for one in (sample.timesteps, resampled.timesteps)
+        )
+        return step_gap(steps.part(chosen), timestep, confidence, expected.part(drawn))
 
-    found = [
-        gap_at(timestep, sample.timesteps == timestep, resampled.timesteps == timestep)
-        for timestep in sorted(set(sample.timesteps.flatten().tolist()), reverse=True)
-    ]
-    overall = gap_at(None, torch.ones_like(steps.keep), torch.ones_like(expected.keep))
-    return _Measured(sample, images, confidence, tuple(found), overall, drift, limits)
-
-
-def _apply(mode: ModeInForce, sample: GapSample, limits: dict[str, Tensor]) -> SampledSteps:
-    widths = limits.get(Key.CLIP_WIDTHS)
-    return apply_limits(mode, sample, None if widths is None else widths.double(), limits.get(Key.ROLLOUT_RS_BOUNDS))
+    timesteps = sorted(set(sample.timesteps.flatten().tolist()), reverse=True)
+    return tuple(gap_at(timestep) for timestep in timesteps), gap_at(None)
 
 
-def _update(run: ProbedRun, first: ProbeBatch, measured: _Measured) -> None:
+def _update(run: ProbedRun, first: ProbeBatch, limits: dict[str, Tensor]) -> None:
     """Time one optimizer step on the first images, with made-up advantages."""
     batch = first.trajectories
     # Even signs, so that samples clipped on one side alone show as in training.
@@ -242,13 +192,13 @@ def _update(run: ProbedRun, first: ProbeBatch, measured: _Measured) -> None:
     batch[Key.ADVANTAGES] = signs
     ones = torch.ones_like(batch[Key.ROLLOUT_LOG_PROBS])
     old = replace(OldPolicy.of_rollout(batch), weights=ones, keep=ones.bool())
-    for name, values in measured.limits.items():
+    for name, values in limits.items():
         batch[name] = values[: len(batch)]
     # The update also shows a gradient that is not finite before a long run does.
     run.actor.update(batch, first.conditioning, [MiniBatch(torch.arange(len(batch)), old)], run.mode)
 
 
-def _setting(run: ProbedRun, measured: _Measured) -> dict[str, Any]:
+def _setting(run: ProbedRun, sample: GapSample, limits: dict[str, Tensor]) -> dict[str, Any]:
     correction = run.mode.rollout_correction
     loss = run.mode.diffusion_loss
     return {
@@ -262,8 +212,8 @@ def _setting(run: ProbedRun, measured: _Measured) -> dict[str, Any]:
         "loss_type": correction.loss_type,
         "loss_mode": loss.loss_mode,
         "clip_ratio": loss.clip_ratio,
-        "clip_band": run.mode.objective.limit.ends(loss, measured.limits.get(Key.CLIP_WIDTHS)),
+        "clip_band": run.mode.objective.limit.ends(loss, limits.get(Key.CLIP_WIDTHS)),
         "clip_sides": loss.has_sides,
-        "latent_dimensions": measured.sample.dimensions,
-        "images": len(measured.sample.engine),
+        "latent_dimensions": sample.dimensions,
+        "images": len(sample.engine),
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.gap.units import GapSample
+from flowgrpo_rc.gap.statistics import GapSample
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rollout import RolloutError, RolloutRequest, Trajectories

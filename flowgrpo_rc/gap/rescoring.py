@@ -10,9 +10,8 @@ The measurement before training, over many images, is ``flowgrpo_rc.gap.probe``.
 """
 
 import warnings
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -25,24 +24,11 @@ from flowgrpo_rc.actor import DiffusionActor, NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
-from flowgrpo_rc.gap.units import GapSample, gap_metrics
+from flowgrpo_rc.gap.statistics import GapSample, gap_metrics
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.rollout.config import RolloutConfig
 
 PREFIX = "rollout_sync/"
-
-
-class AdapterVersions(Protocol):
-    """The adapter of the engine, as the trainer's ``AdapterSync`` keeps it."""
-
-    @property
-    def behind(self) -> int:
-        """Steps between the adapter that draws rollouts and the actor's."""
-        ...
-
-    def actor_at_rollout_version(self) -> AbstractContextManager[None]:
-        """Inside, the actor has the adapter of the rollouts."""
-        ...
 
 
 @dataclass
@@ -57,12 +43,12 @@ class Rescoring:
     """Prompts of a batch, over all processes."""
     actor: DiffusionActor
     """Rescores."""
-    adapter: AdapterVersions
-    """Gives the engine's version to the actor for a while."""
+    adapter: Any
+    """The trainer's ``AdapterSync``, which gives the engine's version to the actor for a while."""
     clip_bands: ClipBands | None = None
-    """Bands to update; None if the clip band is not calibrated."""
+    """Updated by every batch; None if the clip band is not calibrated."""
     rejection_bands: RejectionBands | None = None
-    """Bands to update; None if the rejection band is not calibrated."""
+    """The same of the rejection band."""
     _warned: bool = field(default=False, init=False)
 
     def __call__(self, batch: TensorDict, conditioning: Conditioning, step: int) -> dict[str, float]:
@@ -87,7 +73,10 @@ class Rescoring:
             bands.observe(sample.timesteps, sample.total)
             metrics |= bands.metrics()
         if self.mode.has_limit and self.mode.objective.clips_plain_ratio:
-            metrics[f"{PREFIX}outside_clip"] = self._outside_clip(sample)
+            # Before any learning, of a clip band that is centred at the engine.
+            widths = None if self.clip_bands is None else self.clip_bands.widths(sample.timesteps).double()
+            outside = self.mode.objective.limit.exceeded(sample.total, self.mode.diffusion_loss, widths)
+            metrics[f"{PREFIX}outside_clip"] = float(outside.double().mean())
         return metrics
 
     def rows(self, batch: TensorDict, step: int) -> Int[Tensor, " b"]:
@@ -109,22 +98,15 @@ class Rescoring:
         Every process rescores as many rows as the one with most, so that all make the same forwards; results of the
         rows added for that are dropped.
         """
-        padded = batch[_as_many_on_every_process(rows)]
+        own = len(rows)
+        most = max(gather_object([own]))
+        padded = batch[torch.cat([rows, rows.new_zeros(most - own)])]
         # The engine's version first: its exit restores the present one, also after an error.
         with self.adapter.actor_at_rollout_version():
-            scored = self._own(padded, conditioning, len(rows))
-        present = self._own(padded, conditioning, len(rows)) if self.adapter.behind else scored
+            scored = self.actor.rescore(padded, conditioning)
+        present = self.actor.rescore(padded, conditioning) if self.adapter.behind else scored
+        scored, present = ({name: values[:own] for name, values in one.items()} for one in (scored, present))
         return GapSample.of(batch[rows], scored, present, self.rollout.algo.sde_type)
-
-    def _own(self, padded: TensorDict, conditioning: Conditioning, own: int) -> dict[str, Tensor]:
-        """The actor's ``rescore`` of the first ``own`` rows."""
-        return {name: values[:own] for name, values in self.actor.rescore(padded, conditioning).items()}
-
-    def _outside_clip(self, sample: GapSample) -> float:
-        """Share of the rescored steps outside a clip band centred at the engine, before any learning."""
-        widths = None if self.clip_bands is None else self.clip_bands.widths(sample.timesteps).double()
-        outside = self.mode.objective.limit.exceeded(sample.total, self.mode.diffusion_loss, widths)
-        return float(outside.double().mean())
 
     def _warn(self, metrics: dict[str, float], step: int) -> None:
         limit = self.rollout.probe.warn_gap
@@ -140,12 +122,6 @@ class Rescoring:
             "diffusion_loss.clip_ratio well above the gap and correct it with algorithm.rollout_correction",
             stacklevel=3,
         )
-
-
-def _as_many_on_every_process(rows: Int[Tensor, " b"]) -> Int[Tensor, " most"]:
-    """These rows, padded with row 0 to as many as the process with most has."""
-    most = max(gather_object([len(rows)]))
-    return torch.cat([rows, rows.new_zeros(most - len(rows))])
 
 
 def _check_finite(sample: GapSample, own: GapSample, rows: Tensor) -> None:

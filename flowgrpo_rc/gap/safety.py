@@ -16,7 +16,7 @@ limit: ``safe`` if the whole interval lies below, ``not safe`` if all of it lies
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -132,7 +132,6 @@ USUAL_MODE = ModeInForce(
     DiffusionLossConfig(clip_ratio=1e-3),
 )
 """The usual run, for remedies on metrics that come without a configuration."""
-_CLOSER = "bring the engine's precision closer to the actor's"
 
 
 def remedy(finding: str, mode: ModeInForce, *, fallen_back: bool = False) -> str:
@@ -148,11 +147,23 @@ def remedy(finding: str, mode: ModeInForce, *, fallen_back: bool = False) -> str
     Raises:
         KeyError: no such finding.
     """
+    widen = widen_limit(mode, fallen_back=fallen_back)
+    clip_less = widen
+    at_a_timestep = widen
+    limits_the_gap = mode.limits_the_gap and not fallen_back
+    if limits_the_gap and mode.diffusion_loss.clip_ratio != "auto":
+        clip_less += " beyond the gap"
+    if may_calibrate_clip(mode, fallen_back=fallen_back):
+        clip_less += " or set it to auto"
+        at_a_timestep = "Set clip_ratio=auto, whose clip band follows each timestep"
+    if limits_the_gap:
+        clip_less += ", or set rollout_correction.bypass_mode=false"
+    closer = "or bring the engine's precision closer to the actor's"
     return {
-        CLIP: _clip_less(mode, fallen_back),
-        CLIP_AT_TIMESTEP: _clip_less_at_a_timestep(mode, fallen_back),
-        REJECTED: f"{_reject_less(mode.rollout_correction)}, or {_CLOSER}",
-        ZEROED: f"Widen rollout_is_threshold, or {_CLOSER}",
+        CLIP: clip_less,
+        CLIP_AT_TIMESTEP: f"{at_a_timestep}, or move rollout.algo.sde_window_range",
+        REJECTED: f"{_reject_less(mode.rollout_correction)}, {closer}",
+        ZEROED: f"Widen rollout_is_threshold, {closer}",
         ENGINE_GAP: "Compare dtype, timestep_dtype, quantization, attention kernel and schedule of engine and actor",
     }[finding]
 
@@ -167,29 +178,12 @@ def widen_limit(mode: ModeInForce, *, fallen_back: bool = False) -> str:
     """Return the remedy that gives the objective's limit more room: ``Widen diffusion_loss.clip_ratio``."""
     loss = mode.diffusion_loss
     key = mode.objective.limit.key
-    if mode.objective.clips and loss.clip_ratio == "auto":
+    if not mode.objective.clips:
+        return f"Raise diffusion_loss.{key}"
+    if loss.clip_ratio == "auto":
         # After a fallback the lower bound of the calibrated band is in force.
         return f"Raise diffusion_loss.auto_clip_{'min' if fallen_back else 'max'}"
-    if mode.objective.clips and loss.has_sides:
-        key = f"{key}_low and {key}_high"
-    return f"{'Widen' if mode.objective.clips else 'Raise'} diffusion_loss.{key}"
-
-
-def _clip_less(mode: ModeInForce, fallen_back: bool) -> str:
-    limits_the_gap = mode.limits_the_gap and not fallen_back
-    text = widen_limit(mode, fallen_back=fallen_back)
-    if limits_the_gap and mode.diffusion_loss.clip_ratio != "auto":
-        text += " beyond the gap"
-    if may_calibrate_clip(mode, fallen_back=fallen_back):
-        text += " or set it to auto"
-    return f"{text}, or set rollout_correction.bypass_mode=false" if limits_the_gap else text
-
-
-def _clip_less_at_a_timestep(mode: ModeInForce, fallen_back: bool) -> str:
-    elsewhere = "move rollout.algo.sde_window_range"
-    if may_calibrate_clip(mode, fallen_back=fallen_back):
-        return f"Set clip_ratio=auto, whose clip band follows each timestep, or {elsewhere}"
-    return f"{widen_limit(mode, fallen_back=fallen_back)}, or {elsewhere}"
+    return f"Widen diffusion_loss.{f'{key}_low and {key}_high' if loss.has_sides else key}"
 
 
 def _reject_less(correction: RolloutCorrectionConfig) -> str:
@@ -249,16 +243,9 @@ class JudgedFigure:
 
 
 def judge(
-    what: str,
-    value: float,
-    interval: Interval,
-    limit: float,
-    *,
-    safe_below: float | None = None,
-    is_share: bool = True,
+    what: str, value: float, interval: Interval, limit: float, safe_below: float, *, is_share: bool
 ) -> JudgedFigure:
-    """Judge one value; NaN in it or in its interval is never safe. ``safe_below`` defaults to ``limit``."""
-    safe_below = limit if safe_below is None else safe_below
+    """Judge one value; NaN in it or in its interval is never safe."""
     verdict = NOT_SHOWN_SAFE
     if interval.high < safe_below:
         verdict = SAFE
@@ -439,13 +426,11 @@ def judge_all(
     limits = {name: LIMITS[name].not_safe_for(correction) for name in figures}
     limits[CLIP] = clip_not_safe(drift_known=drift is not None)
     judged = {
-        name: judge(what, value, interval, limits[name], is_share=name != ENGINE_GAP)
-        for name, (what, value, interval) in figures.items()
+        name: judge(*figure, limits[name], limits[name], is_share=name != ENGINE_GAP)
+        for name, figure in figures.items()
     }
     if drift is not None:
-        judged[DRIFT] = judge(
-            "drift", drift.value, drift.interval, DRIFT_NOT_SAFE, safe_below=DRIFT_SAFE, is_share=False
-        )
+        judged[DRIFT] = judge("drift", drift.value, drift.interval, DRIFT_NOT_SAFE, DRIFT_SAFE, is_share=False)
     return judged
 
 
@@ -454,33 +439,36 @@ def _outside(mode: ModeInForce) -> str:
     return f"{'outside' if mode.objective.clips else 'beyond'} {mode.objective.limit.setting(mode.diffusion_loss)}"
 
 
-def _engine_reasons(mode: ModeInForce, engine: JudgedFigure) -> list[str]:
+def _engine_reasons(mode: ModeInForce, engine: JudgedFigure) -> Iterator[str]:
     measured = f"the mean |log ratio| is {engine.value:.2g} ({engine.interval}) per latent dimension"
-    return {
-        SAFE: [],
-        NOT_SAFE: [
+    if engine.verdict == NOT_SAFE:
+        yield (
             f"{measured}: the engine computes something else than the actor (schedule, guidance, adapter or latents), "
             f"which no correction repairs: {_clause(remedy(ENGINE_GAP, mode))}"
-        ],
-        NOT_SHOWN_SAFE: [
+        )
+    elif engine.verdict == NOT_SHOWN_SAFE:
+        yield (
             f"{measured}, and the limit of {engine.limit:g}, above which an engine computes something else than the "
             "actor, lies within that interval: more images would show it"
-        ],
-    }[engine.verdict]
+        )
 
 
 def _clip_reasons(
     mode: ModeInForce, overall: StepGap, judged: dict[str, JudgedFigure], steps: Sequence[StepGap]
-) -> list[str]:
+) -> Iterator[str]:
     """Effect of the gap on the objective's limit, overall and at the timesteps that exceed it."""
     clip = judged.get(CLIP)
-    if not mode.bypasses:
-        return ["decoupled mode centres the clip on the actor's own log-probs, so the gap is not clipped"]
     if clip is None:
-        return ["reinforce does not clip, so the gap cannot empty the clip band"]
+        yield (
+            "reinforce does not clip, so the gap cannot empty the clip band"
+            if mode.bypasses
+            else "decoupled mode centres the clip on the actor's own log-probs, so the gap is not clipped"
+        )
+        return
     share = f"{overall.clipped:.0%} of the samples lie {_outside(mode)}"
     text = f"{share} before anything is learned ({clip.interval}; limit {clip.limit:.0%})"
     drifts = DRIFT in judged and judged[DRIFT].verdict != SAFE
+    too_much = LIMITS[CLIP].not_safe
     if not overall.clipped_interval.effective:
         text = "rejection and weights of 0 leave no sample of which the clip could be measured"
     elif clip.verdict == NOT_SAFE:
@@ -489,31 +477,29 @@ def _clip_reasons(
         text += ": the limit lies within that interval, so they may be too many"
     elif overall.clipped > LIMITS[CLIP].costs and not drifts:
         text += ": runs like that learned, but less than with a wider clip band"
-    if clip.verdict == NOT_SAFE:
-        return [text]
-    return [text, *(_timestep_reason(mode, step) for step in steps if step.clipped > LIMITS[CLIP].not_safe)]
-
-
-def _timestep_reason(mode: ModeInForce, step: StepGap) -> str:
-    ends = step.clipped_interval
-    follows = "and what is learned there chosen by that error"
-    if ends.low <= LIMITS[CLIP].not_safe:
-        follows = "which may be too much there"
-    share = f"at timestep {step.timestep:g} it is {step.clipped:.0%} ({ends.low:.1%} to {ends.high:.1%})"
-    return f"{share}, {follows}: {_clause(remedy(CLIP_AT_TIMESTEP, mode))}"
+    yield text
+    for step in steps:
+        if clip.verdict == NOT_SAFE or not step.clipped > too_much:
+            continue
+        low, high = step.clipped_interval.low, step.clipped_interval.high
+        follows = "which may be too much there" if low <= too_much else "and what is learned there chosen by that error"
+        yield (
+            f"at timestep {step.timestep:g} it is {step.clipped:.0%} ({low:.1%} to {high:.1%}), {follows}: "
+            f"{_clause(remedy(CLIP_AT_TIMESTEP, mode))}"
+        )
 
 
 def _drift_reason(drift: JudgedFigure) -> str:
     size = f"{drift.value:.2g} ({drift.interval}) of one step's gradient"
     limits = f"safe below {drift.safe_below:g}, not safe above {drift.limit:g}"
-    text = f"whatever is rewarded, an update moves toward the engine's error, by {size} ({limits})"
-    if drift.verdict == NOT_SAFE:
-        return f"{text}: runs like that lost what they had learned"
+    follows = ": a limit lies within that interval, and more images would show on which side it is"
     if drift.verdict == SAFE:
-        return text
-    if drift.settled:
-        return f"{text}: runs like that learned less, and with a high learning rate they lost what they had learned"
-    return f"{text}: a limit lies within that interval, and more images would show on which side it is"
+        follows = ""
+    elif drift.verdict == NOT_SAFE:
+        follows = ": runs like that lost what they had learned"
+    elif drift.settled:
+        follows = ": runs like that learned less, and with a high learning rate they lost what they had learned"
+    return f"whatever is rewarded, an update moves toward the engine's error, by {size} ({limits}){follows}"
 
 
 def _lag_reason(mode: ModeInForce, setting: str) -> str:
@@ -525,40 +511,34 @@ def _lag_reason(mode: ModeInForce, setting: str) -> str:
     )
 
 
-def _removal_reasons(mode: ModeInForce, judged: dict[str, JudgedFigure]) -> list[str]:
+def _removal_reasons(mode: ModeInForce, judged: dict[str, JudgedFigure]) -> Iterator[str]:
     """Samples that rejection and weights of 0 remove for the gap alone."""
-    found = []
     for name, what in ((REJECTED, "rejection removes"), (ZEROED, "importance weights are 0 for")):
         one = judged.get(name)
         if one is None or (not one.value and one.verdict == SAFE):
             continue
         limit = "" if one.verdict == SAFE else f"; limit {one.limit:.0%}"
         reason = f"{what} {one.value:.0%} of the samples for the gap alone ({one.interval}{limit})"
-        found.append(f"{reason}: {_clause(remedy(name, mode))}" if one.value and limit else reason)
-    return found
+        yield f"{reason}: {_clause(remedy(name, mode))}" if one.value and limit else reason
 
 
-def _image_reasons(overall: StepGap, judged: dict[str, JudgedFigure], images: int, confidence: float) -> list[str]:
+def _image_reasons(overall: StepGap, judged: dict[str, JudgedFigure], images: int, confidence: float) -> Iterator[str]:
     """Number of images that would settle each share that is not settled."""
     intervals = {CLIP: overall.clipped_interval, REJECTED: overall.rejected_interval, ZEROED: overall.zeroed_interval}
-    found = []
     for name, interval in intervals.items():
         one = judged.get(name)
         if one is None or one.verdict != NOT_SHOWN_SAFE or not interval.effective:
             continue
         on_which = f"on which side of its limit the share lies ({one.what})"
-        if not images:
-            found.append(f"more images would show {on_which}")
-            continue
         seems = f"if it is what it seems, {one.value:.0%}"
-        enough = images_to_settle(
+        if not images:
+            yield f"more images would show {on_which}"
+        elif enough := images_to_settle(
             one.value, interval.effective, images, one.limit, most=MOST_IMAGES, confidence=confidence
-        )
-        if enough is None:
-            found.append(f"not even --images {MOST_IMAGES} would show {on_which}, {seems}: take it for too much")
+        ):
+            yield f"{images} images a place do not show {on_which}; --images {enough} would, {seems}"
         else:
-            found.append(f"{images} images a place do not show {on_which}; --images {enough} would, {seems}")
-    return found
+            yield f"not even --images {MOST_IMAGES} would show {on_which}, {seems}: take it for too much"
 
 
 def _clause(sentence: str) -> str:

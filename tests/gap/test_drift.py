@@ -11,8 +11,7 @@ from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key
-from flowgrpo_rc.gap.research.count_sketch import SKETCH, CountSketch
-from flowgrpo_rc.gap.research.drift import DriftMeter, without_correction
+from flowgrpo_rc.gap.research.drift import SKETCH, DriftMeter, count_sketch, without_correction
 from flowgrpo_rc.loss import diffusion_loss_sums
 from flowgrpo_rc.sde import Transition, log_prob
 
@@ -206,7 +205,7 @@ def test_timesteps_are_told_apart():
 def test_a_sketch_keeps_scalar_products():
     generator = torch.Generator().manual_seed(0)
     size = 3 * SKETCH + 5
-    sketch = CountSketch()
+    sketch = count_sketch
     common = torch.randn(size, generator=generator)
     one, other = (common + torch.randn(size, generator=generator) for _ in range(2))
     allowed = 4 * float(one.norm() * other.norm()) / math.sqrt(SKETCH)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowgrpo_rc.gap.research.log_ratio_distribution import PAIRS, SMALLEST_KL, antithetic_noise, log_ratios, resample
-from flowgrpo_rc.gap.units import GapSample, to_nats
+from flowgrpo_rc.gap.statistics import GapSample, to_nats
 from flowgrpo_rc.sde import Transition, log_prob
 
 DIMENSIONS = 16

@@ -17,8 +17,7 @@ from flowgrpo_rc.gap.probe import run_probe
 from flowgrpo_rc.gap.probe_images import sample_and_rescore
 from flowgrpo_rc.gap.research.drift import Drift, DriftMeter
 from flowgrpo_rc.gap.safety import JudgedFigure, advise
-from flowgrpo_rc.gap.statistics import apply_limits, row_gap_quantile, step_gap
-from flowgrpo_rc.gap.units import GapSample
+from flowgrpo_rc.gap.statistics import GapSample, apply_limits, row_gap_quantile, step_gap
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"

@@ -30,8 +30,7 @@ from flowgrpo_rc.gap.safety import (
     remedy,
     widen_limit,
 )
-from flowgrpo_rc.gap.statistics import apply_limits, row_gap_quantile, step_gap
-from flowgrpo_rc.gap.units import GapSample
+from flowgrpo_rc.gap.statistics import GapSample, apply_limits, row_gap_quantile, step_gap
 from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective, Threshold
 from flowgrpo_rc.report.health import CHECKS
 from flowgrpo_rc.report.history import History

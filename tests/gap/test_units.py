@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowgrpo_rc.gap.units import GapSample, estimated_kl, gap_metrics, to_nats
+from flowgrpo_rc.gap.statistics import GapSample, estimated_kl, gap_metrics, to_nats
 from flowgrpo_rc.sde import Transition, draw, log_prob, transition_kl
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 

@@ -19,6 +19,7 @@ forward once, and backward once for each of three losses.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float
@@ -29,10 +30,9 @@ from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.gap.intervals import Interval, student_quantile
-from flowgrpo_rc.gap.research.count_sketch import CountSketch
 from flowgrpo_rc.gap.research.log_ratio_distribution import SMALLEST_KL, antithetic_noise, log_ratios
-from flowgrpo_rc.gap.units import to_nats
-from flowgrpo_rc.loss import LossSums, diffusion_loss_sums
+from flowgrpo_rc.gap.statistics import to_nats
+from flowgrpo_rc.loss import diffusion_loss_sums
 from flowgrpo_rc.models.base import Conditioning
 
 # Groups of prompts whose gradients are summed apart, to separate their common part from chance. Host memory holds a
@@ -40,7 +40,10 @@ from flowgrpo_rc.models.base import Conditioning
 GROUPS = 8
 # Numbers that are multiplied in float64 at once.
 CHUNK = 1 << 20
+# Numbers of a sketch: products of two are off by about 1/512 of the product of their norms.
+SKETCH = 1 << 18
 
+_Loss = Callable[[dict[str, Tensor], TensorDict], Tensor]
 # Inputs of the loss besides log-probs, means and advantages.
 _SHARED_KEYS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.CLIP_WIDTHS, Key.ROLLOUT_RS_BOUNDS)
 
@@ -106,7 +109,6 @@ class DriftMeter:
         self._groups: dict[int, _Group] = {}
         self._gapped_square = 0.0
         self._product = 0.0
-        self._sketch = CountSketch()
 
     def add(
         self, actor: DiffusionActor, batch: TensorDict, scored: Mapping[str, Tensor], conditioning: Conditioning
@@ -133,29 +135,24 @@ class DriftMeter:
             rows = (numbers == number).nonzero().flatten()
             part = batch[rows]
             part[Key.ADVANTAGES] = signs[rows]
-            self._add_group(number, actor, part, {name: values[rows] for name, values in scored.items()}, conditioning)
+            own = {name: values[rows] for name, values in scored.items()}
+            losses = (self._drift_loss, self._loss_without_gap, self._loss)
+            tangents = [_tangent(place, loss, part, own) for place, loss in enumerate(losses)]
+            self._add_group(number, actor, part, conditioning, tangents)
         self.images += len(batch)
 
     def _add_group(
-        self,
-        number: int,
-        actor: DiffusionActor,
-        part: TensorDict,
-        scored: Mapping[str, Tensor],
-        conditioning: Conditioning,
+        self, number: int, actor: DiffusionActor, part: TensorDict, conditioning: Conditioning, losses: Sequence[_Loss]
     ) -> None:
         """Add the gradients of images of one group, timestep by timestep."""
-        losses = (self._drift_loss, self._loss_without_gap, self._loss)
-        tangents = [_Tangent.of(place, loss, part, scored) for place, loss in enumerate(losses)]
         sums: list[Tensor] = []
         for timestep in part[Key.TIMESTEPS].unique().tolist():
             steps = _steps_at(part, timestep)
-            found = actor.gradients(steps, conditioning, tangents)
+            found = actor.gradients(steps, conditioning, losses)
             sums = [one + other for one, other in zip(sums, found, strict=True)] if sums else found
             group = self._groups.setdefault(number, _Group(torch.zeros_like(found[0])))
             group.steps[timestep] = group.steps.get(timestep, 0) + len(steps)
-            sketch = self._sketch(found[0])
-            group.sketches[timestep] = group.sketches.get(timestep, torch.zeros_like(sketch)) + sketch
+            group.sketches[timestep] = group.sketches.get(timestep, 0) + count_sketch(found[0])
         drift, without_gap, gapped = sums
         group = self._groups[number]
         group.images += len(part)
@@ -172,27 +169,21 @@ class DriftMeter:
     def result(self, confidence: float) -> Drift:
         """The drift of all images so far, with intervals of this confidence."""
         groups = list(self._groups.values())
-        sizes = torch.tensor([group.images for group in groups], dtype=torch.float64)
+        images = torch.tensor([group.images for group in groups], dtype=torch.float64)
         squares = torch.tensor([group.square for group in groups], dtype=torch.float64)
-        drifts = _Sums([group.drift for group in groups], sizes, squares * self._window, sizes)
+        # The drifts of a window's steps add up, while the rest of their gradients is independent.
+        units = squares * self._window
         # The product is 0 too if rejection leaves no sample.
         cosine = self._product / (math.sqrt(float(squares.sum()) * self._gapped_square) or 1.0)
-        known = sorted({timestep for group in groups for timestep in group.steps}, reverse=True)
-        return Drift(
-            *drifts.norm(confidence),
-            cosine,
-            tuple(TimestepDrift(timestep, *self._sums_at(timestep, drifts).norm(confidence)) for timestep in known),
-        )
-
-    def _sums_at(self, timestep: float, whole: "_Sums") -> "_Sums":
-        """The drifts of the steps at one timestep, in the unit of the whole."""
-        groups = self._groups.values()
-        steps = torch.tensor([group.steps.get(timestep, 0) for group in groups], dtype=torch.float64)
-        found = [group.sketches.get(timestep) for group in groups]
-        zeros = torch.zeros_like(next(sketch for sketch in found if sketch is not None))
-        # The loss of an image is the mean over its window, so a step's own gradient is larger by the window's size.
-        drifts = [zeros if sketch is None else sketch * self._window for sketch in found]
-        return _Sums(drifts, steps, whole.squares, whole.images)
+        timesteps = []
+        none = torch.zeros_like(next(iter(groups[0].sketches.values())))
+        for timestep in sorted({timestep for group in groups for timestep in group.steps}, reverse=True):
+            steps = torch.tensor([group.steps.get(timestep, 0) for group in groups], dtype=torch.float64)
+            # The loss of an image is the mean over its window, so a step's own gradient is larger by the window's size.
+            drifts = [group.sketches.get(timestep, none) * self._window for group in groups]
+            timesteps.append(TimestepDrift(timestep, *_norm(drifts, steps, units, images, confidence)))
+        whole = _norm([group.drift for group in groups], images, units, images, confidence)
+        return Drift(*whole, cosine, tuple(timesteps))
 
     def _drift_loss(self, output: dict[str, Tensor], data: TensorDict) -> Tensor:
         """The configured loss of these images, averaged over the noise and over advantages of +1 and -1."""
@@ -210,17 +201,13 @@ class DriftMeter:
         shared = {name: value.repeat(copies, *[1] * (value.dim() - 1)) for name, value in _shared(data, kl).items()}
         # One latent dimension with the same divergence per dimension replaces all of them, or memory would not do.
         shift = (stds * (2 * kl / dimensions).sqrt())[..., None].repeat(copies, 1, 1)
-        sums = diffusion_loss_sums(
-            self._mode,
-            {"log_probs": both_signs, "transition_means": shift, "transition_stds": stds.repeat(copies, 1)},
-            shared
-            | {
-                Key.ROLLOUT_LOG_PROBS: torch.zeros_like(both_signs),
-                Key.ROLLOUT_MEANS: torch.zeros_like(shift),
-                Key.ADVANTAGES: advantages,
-            },
-        )
-        return _per_image(sums) * len(data)
+        drawn = {"log_probs": both_signs, "transition_means": shift, "transition_stds": stds.repeat(copies, 1)}
+        old = {
+            Key.ROLLOUT_LOG_PROBS: torch.zeros_like(both_signs),
+            Key.ROLLOUT_MEANS: torch.zeros_like(shift),
+            Key.ADVANTAGES: advantages,
+        }
+        return _total(self._mode, drawn, shared | old, len(data))
 
     def _loss_without_gap(self, output: dict[str, Tensor], data: TensorDict) -> Tensor:
         """The loss as if the engine were the actor."""
@@ -230,16 +217,14 @@ class DriftMeter:
             Key.OLD_TRANSITION_MEANS: output["transition_means"].detach(),
             Key.ADVANTAGES: data[Key.ADVANTAGES].to(log_probs),
         }
-        sums = diffusion_loss_sums(without_correction(self._mode), output, _shared(data, log_probs) | old)
-        return _per_image(sums) * len(data)
+        return _total(without_correction(self._mode), output, _shared(data, log_probs) | old, len(data))
 
     def _loss(self, output: dict[str, Tensor], data: TensorDict) -> Tensor:
         """The configured loss at the log ratios that were sampled."""
         log_probs = output["log_probs"]
         names = (Key.ROLLOUT_LOG_PROBS, Key.ROLLOUT_MEANS, Key.ADVANTAGES)
         sampled = {name: data[name].to(log_probs) for name in names}
-        sums = diffusion_loss_sums(self._mode, output, _shared(data, log_probs) | sampled)
-        return _per_image(sums) * len(data)
+        return _total(self._mode, output, _shared(data, log_probs) | sampled, len(data))
 
 
 def without_correction(mode: ModeInForce) -> ModeInForce:
@@ -261,90 +246,74 @@ def _shared(data: TensorDict, like: Tensor) -> dict[str, Tensor]:
     return {name: data[name].to(like) for name in _SHARED_KEYS if name in present}
 
 
-def _per_image(sums: LossSums) -> Float[Tensor, ""]:
-    """The loss of an update, with the configured denominator; 0 if everything is rejected."""
-    return sums.loss_sum / sums.denominator.clamp(min=1.0)
+def _total(mode: ModeInForce, output: dict[str, Tensor], columns: dict[str, Tensor], images: int) -> Tensor:
+    """The images' loss in an update, with the configured denominator, summed; 0 if everything is rejected."""
+    sums = diffusion_loss_sums(mode, output, columns)
+    return sums.loss_sum / sums.denominator.clamp(min=1.0) * images
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Gradients summed over each group, to estimate the norm of their common mean."""
+def _norm(
+    drifts: Sequence[Float[Tensor, " n"]],
+    sizes: Float[Tensor, " groups"],
+    units: Float[Tensor, " groups"],
+    images: Float[Tensor, " groups"],
+    confidence: float,
+) -> tuple[float, Interval]:
+    """Norm of the mean of gradients in the unit, and its interval.
 
-    drifts: Sequence[Float[Tensor, " n"]]
-    """Sums of expected gradients."""
-    sizes: Float[Tensor, " groups"]
-    """Number of gradients in each sum."""
-    squares: Float[Tensor, " groups"]
-    """Sum over each group's images of the squared norm of the gradient without a gap, times the window: the drifts of
-    a window's steps add up, while the rest of their gradients is independent."""
-    images: Float[Tensor, " groups"]
+    The square of an expected gradient is estimated by products of different groups' gradients, which chance does not
+    bias upward; the interval is the jackknife's over the groups, for numerator and unit together.
 
-    def norm(self, confidence: float) -> tuple[float, Interval]:
-        """Norm of the mean gradient in the unit.
+    Args:
+        drifts: sums of expected gradients over each group.
+        sizes: number of gradients in each sum.
+        units: sum over each group's images of the square of the unit.
+        images: number of images in each group.
+        confidence: of the interval.
+    """
+    products = torch.tensor([[_dot(one, other) for other in drifts] for one in drifts], dtype=torch.float64)
 
-        The square of an expected gradient is estimated by products of different groups' gradients, which chance does
-        not bias upward; the interval is the jackknife's over the groups, for numerator and unit together.
-        """
-        rows = [[_dot(one, other) for other in self.drifts] for one in self.drifts]
-        products = torch.tensor(rows, dtype=torch.float64)
-        every = torch.ones(len(self.drifts), dtype=torch.bool)
-        whole = self._square(products, every)
-        # A group without a gradient of this kind enters the unit, but is no sample of the drift.
-        groups = self.sizes.nonzero().flatten().tolist()
-        half = math.inf
-        if len(groups) > 2:
-            pseudo = []
-            for left_out in groups:
-                rest = torch.arange(len(every)) != left_out
-                pseudo.append(len(groups) * whole - (len(groups) - 1) * self._square(products, rest))
-            spread = float(torch.tensor(pseudo, dtype=torch.float64).std())
-            half = student_quantile(confidence, len(groups) - 1) * spread / math.sqrt(len(groups))
-        value, low, high = (math.sqrt(max(square, 0.0)) for square in (whole, whole - half, whole + half))
-        return value, Interval(low, high, float(len(groups)))
-
-    def _square(self, products: Float[Tensor, "groups groups"], chosen: Bool[Tensor, " groups"]) -> float:
+    def square(chosen: Bool[Tensor, " groups"]) -> float:
         """Square of that norm, from the chosen groups."""
-        products = products[chosen][:, chosen]
-        sizes = self.sizes[chosen]
-        pairs = sizes.sum().square() - sizes.square().sum()
-        common = float((products.sum() - products.diagonal().sum()) / pairs)
-        unit = float(self.squares[chosen].sum() / self.images[chosen].sum())
+        pairs = sizes[chosen].sum().square() - sizes[chosen].square().sum()
+        among = products[chosen][:, chosen]
+        common = float((among.sum() - among.diagonal().sum()) / pairs)
+        unit = float(units[chosen].sum() / images[chosen].sum())
         if unit:
             return common / unit
         return math.inf if common > 0 else 0.0
 
+    whole = square(torch.ones(len(drifts), dtype=torch.bool))
+    # A group without a gradient of this kind enters the unit, but is no sample of the drift.
+    groups = sizes.nonzero().flatten().tolist()
+    count = len(groups)
+    half = math.inf
+    if count > 2:
+        numbers = torch.arange(len(drifts))
+        pseudo = [count * whole - (count - 1) * square(numbers != left_out) for left_out in groups]
+        spread = float(torch.tensor(pseudo, dtype=torch.float64).std())
+        half = student_quantile(confidence, count - 1) * spread / math.sqrt(count)
+    value, low, high = (math.sqrt(max(bound, 0.0)) for bound in (whole, whole - half, whole + half))
+    return value, Interval(low, high, float(count))
 
-@dataclass(frozen=True)
-class _Tangent:
-    """A loss replaced by its tangent at the rescored steps, so that each step can be differentiated by itself."""
 
-    log_probs: str
-    """Key of the loss's derivative with respect to each step's log-prob."""
-    means: str
-    """The same with respect to its transition mean."""
+def _tangent(number: int, loss: _Loss, batch: TensorDict, scored: Mapping[str, Tensor]) -> _Loss:
+    """Return the loss's tangent at the rescored steps, by which each step can be differentiated by itself.
 
-    @classmethod
-    def of(
-        cls,
-        number: int,
-        loss: Callable[[dict[str, Tensor], TensorDict], Tensor],
-        batch: TensorDict,
-        scored: Mapping[str, Tensor],
-    ) -> "_Tangent":
-        """Put the derivatives into the batch, under keys of this number."""
-        output = {name: values.clone() for name, values in scored.items()}
-        reached = [output["log_probs"].requires_grad_(), output["transition_means"].requires_grad_()]
-        tangent = cls(f"log_prob_slopes_{number}", f"mean_slopes_{number}")
-        batch[tangent.log_probs], batch[tangent.means] = torch.autograd.grad(
-            loss(output, batch), reached, materialize_grads=True
-        )
-        return tangent
+    The loss's derivatives become columns of the batch, so that every step finds its own there.
+    """
+    output = {name: values.clone() for name, values in scored.items()}
+    reached = [output[name].requires_grad_() for name in ("log_probs", "transition_means")]
+    log_prob_slopes, mean_slopes = f"log_prob_slopes_{number}", f"mean_slopes_{number}"
+    slopes = torch.autograd.grad(loss(output, batch), reached, materialize_grads=True)
+    batch[log_prob_slopes], batch[mean_slopes] = slopes
 
-    def __call__(self, output: Mapping[str, Tensor], data: TensorDict) -> Tensor:
-        """A number with the loss's gradient."""
+    def tangent(output: dict[str, Tensor], data: TensorDict) -> Tensor:
         log_probs = output["log_probs"]
         means = output["transition_means"]
-        return (data[self.log_probs].to(log_probs) * log_probs).sum() + (data[self.means].to(means) * means).sum()
+        return (data[log_prob_slopes].to(log_probs) * log_probs).sum() + (data[mean_slopes].to(means) * means).sum()
+
+    return tangent
 
 
 def _steps_at(batch: TensorDict, timestep: float) -> TensorDict:
@@ -359,3 +328,22 @@ def _steps_at(batch: TensorDict, timestep: float) -> TensorDict:
 def _dot(one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> float:
     """The scalar product in float64, without a float64 copy of the whole."""
     return sum(float(a.double() @ b.double()) for a, b in zip(one.split(CHUNK), other.split(CHUNK), strict=True))
+
+
+def count_sketch(gradient: Float[Tensor, " parameters"]) -> Float[Tensor, " sketch"]:
+    """A short vector that keeps scalar products, so that drifts of single timesteps fit into memory.
+
+    Fixed random signs, summed into ``SKETCH`` buckets; gradients that short are returned as they are. The error of a
+    product is unbiased, about ``1 / sqrt(SKETCH)`` of the product of the norms. Source: Charikar, Chen and
+    Farach-Colton, ICALP 2002, with a number's position modulo ``SKETCH`` as its bucket.
+    """
+    if len(gradient) <= SKETCH:
+        return gradient
+    signed = gradient * _signs(len(gradient))
+    return torch.nn.functional.pad(signed, (0, -len(signed) % SKETCH)).view(-1, SKETCH).sum(0)
+
+
+@lru_cache(maxsize=1)
+def _signs(count: int) -> Tensor:
+    # All sketches of a run must have the same signs, or their products would mean nothing.
+    return torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int8) * 2 - 1

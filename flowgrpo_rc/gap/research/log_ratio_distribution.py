@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowgrpo_rc.gap.units import GapSample
+from flowgrpo_rc.gap.statistics import GapSample
 
 # Antithetic pairs of draws per image.
 PAIRS = 32
