@@ -8,8 +8,9 @@ BASE_CONFIG = "flowgrpo_trainer"
 
 
 def add_command(commands: Any, name: str, text: str, more: str = "") -> argparse.ArgumentParser:
-    """Add a command; its ``--help`` shows ``text`` as a sentence, and ``more`` behind it."""
-    return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip())
+    """Add a command; its ``--help`` shows ``text`` as a sentence, and ``more`` behind it or as its continuation."""
+    end = more if more[:1] in (",", ":") else f". {more}".strip()
+    return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}{end}")
 
 
 def add_configuration(command: argparse.ArgumentParser, default_config: str = BASE_CONFIG) -> None:

@@ -5,24 +5,21 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from flowgrpo_rc.cli.arguments import add_configuration
+from flowgrpo_rc.cli.arguments import add_command, add_configuration
+from flowgrpo_rc.cli.errors import NEGATIVE
 from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig
 from flowgrpo_rc.rewards.check.pictures import SETS
 from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 
-NOT_AS_EXPECTED = 3
-"""Exit code where an order or a range is not as expected."""
-
 
 def add_check_reward(commands: Any, default_config: str) -> None:
     """Add the command to the parser's ``commands``."""
-    text = "say whether a reward scores as it should, with the weights or the server that it has here"
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "check-reward",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}: drawn pictures are scored with right and wrong prompts. Exit code: "
-        f"0 as expected, or nothing is expected of the function; {NOT_AS_EXPECTED} not as expected; 2 refused, or the "
-        "reward failed.",
+        "say whether a reward scores as it should, with the weights or the server that it has here",
+        f": drawn pictures are scored with right and wrong prompts. Exit code: 0 as expected, or nothing is expected "
+        f"of the function; {NEGATIVE} not as expected; 2 refused, or the reward failed.",
     )
     command.add_argument(
         "name", metavar="NAME", help="a built-in reward, a server's name in reward.remote, or the name of your function"
@@ -57,7 +54,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     print(f"  {'time':14} {first}, then {report.seconds_per_image:.3g} s an image")
     for where, peak in memory().items():
         print(f"  {'memory':14} {where}: {peak / 2**20:.0f} MiB at most, {before.get(where, 0) / 2**20:.0f} before it")
-    return 0 if report.as_expected else NOT_AS_EXPECTED
+    return 0 if report.as_expected else NEGATIVE
 
 
 def _alone(name: str, config: RewardConfig) -> RewardConfig:

@@ -56,15 +56,20 @@ def compose(
     refusals = Refusals()
     raw = _files(config_name, config_dir)
     parsed = _parse(overrides, refusals)
-    _make_room_for_preset(raw, parsed)
-    repeated = _apply(raw, parsed, refusals)
-    leaves = _resolved(flatten(raw, is_one_value, refusals.wrong), refusals)
+    # The command line wins over files, so its keys are kept apart from theirs.
     typed: dict[str, Any] = {}
     _apply(typed, parsed, Refusals())
-    # The command line wins over files, so its keys are kept apart from theirs.
     overridden = flatten(typed, is_one_value, Refusals().wrong)
-    inside = (f"{key}.{part}" for key, value in overridden.items() if isinstance(value, Mapping) for part in value)
-    translation = Translation(leaves, refusals, {*overridden, *inside})
+    for key, value in list(overridden.items()):
+        if isinstance(value, Mapping):
+            overridden |= {f"{key}.{part}": item for part, item in value.items()}
+    # Options of the files would refine a preset that the user chose in their place.
+    if any(overridden.get(f"{section}.preset") is not None for section in CORRECTIONS):
+        for section in CORRECTIONS:
+            _take_out(raw, section)
+    repeated = _apply(raw, parsed, refusals)
+    leaves = _resolved(flatten(raw, is_one_value, refusals.wrong), refusals)
+    translation = Translation(leaves, refusals, overridden.keys())
     translation.run()
     config = _build(leaves, refusals)
     refusals.raise_if_any()
@@ -202,17 +207,6 @@ def _quoted(text: str) -> str:
     return f": {override(key, value)}" if plain else ""
 
 
-def _make_room_for_preset(raw: dict[str, Any], overrides: Sequence[_Override]) -> None:
-    """Drop the files' correction where the command line gives a preset; overrides beside the preset refine it."""
-    for one in overrides:
-        for section in CORRECTIONS:
-            within = one.key == section and isinstance(one.value, Mapping) and one.value.get("preset") is not None
-            if within or (one.key == f"{section}.preset" and one.value is not None and not one.deletes):
-                # Options of the file would otherwise refine a preset that the user chose in their place.
-                for place in CORRECTIONS:
-                    _take_out(raw, place)
-
-
 def _apply(raw: dict[str, Any], overrides: Sequence[_Override], refusals: Refusals) -> list[str]:
     """Lay the overrides over the files' settings; returns those whose key an earlier one set to another value."""
     earlier: dict[str, Any] = {}
@@ -255,11 +249,11 @@ def _take_out(raw: dict[str, Any], key: str) -> bool:
     *parents, last = key.split(".")
     node: Any = raw
     for part in parents:
-        node = node.get(part, {}) if isinstance(node, dict) else {}
-    found = isinstance(node, dict) and last in node
-    if found:
-        del node[last]
-    return found
+        node = node.get(part) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or last not in node:
+        return False
+    del node[last]
+    return True
 
 
 def _resolved(leaves: dict[str, Any], refusals: Refusals) -> dict[str, Any]:
@@ -269,14 +263,12 @@ def _resolved(leaves: dict[str, Any], refusals: Refusals) -> dict[str, Any]:
 
     every = {**schema(), **leaves}
     resolved = dict(leaves)
-    tree = None
+    tree = OmegaConf.create(nest(every))
     for key, value in every.items():
         if value == "???" and key in schema():
             refusals.wrong(f"{key}: is ???, which stands for a value that must be given; give one")
             resolved[key] = INVALID
         elif "${" in repr(value):
-            # Made on demand: most configurations interpolate nothing but the run folder.
-            tree = tree or OmegaConf.create(nest(every))
             try:
                 found = OmegaConf.select(tree, key)
                 is_node = OmegaConf.is_config(found)

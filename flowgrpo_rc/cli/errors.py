@@ -4,6 +4,7 @@ A foreseen error is one line; ``FLOWGRPO_RC_DEBUG=1`` adds its traceback. Any ot
 """
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -19,6 +20,8 @@ FAILED = 1
 """Exit code of a command that failed while running."""
 REFUSED = 2
 """Exit code of a command that was refused before training."""
+NEGATIVE = 3
+"""Exit code of a command whose answer is no."""
 COMMAND = "command"
 """Phase of a command that trains nothing."""
 LOADING = "loading"
@@ -38,18 +41,15 @@ LESS_MEMORY = (
     "actor_rollout_ref.model.enable_gradient_checkpointing=true, or actor_rollout_ref.model.dtype=bfloat16"
 )
 """Settings with which a run needs less memory."""
-_LOST_PEER = (
-    "another process of this launch has failed or was killed; its own message or the launcher's report says why"
-)
 _PEERS = {
-    "Connection closed by peer": _LOST_PEER,
-    "Connection reset by peer": _LOST_PEER,
+    r"Connection (closed|reset) by peer": "another process of this launch has failed or was killed; its own message or "
+    "the launcher's report says why",
     "Timed out waiting": "another process of this launch is busy or hangs; if it may be busy that long, raise "
     "actor_rollout_ref.nccl_timeout",
 }
-"""Words of gloo's errors about lost or slow processes -> the explanation."""
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
-"""Words of torch's errors that have no type of their own."""
+"""Patterns of gloo's errors about lost or slow processes -> the explanation."""
+_NO_MEMORY = "[Cc]an(no|')t allocate memory|not enough memory|out of memory"
+"""Pattern of torch's errors that have no type of their own."""
 
 
 def exit_code(error: BaseException, *, phase: str) -> int:
@@ -112,7 +112,9 @@ def _explanation(error: BaseException) -> str | None:
     is_runtime = isinstance(error, RuntimeError)
     # Accelerators raise types of their own, which are not imported here.
     is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    if is_memory or (is_runtime and any(words in text for words in _NO_MEMORY)):
+    if is_memory or (is_runtime and re.search(_NO_MEMORY, text)):
         return f"out of memory ({text}); {LESS_MEMORY}"
-    causes = [cause for words, cause in _PEERS.items() if is_runtime and words in text]
-    return f"{causes[0]} ({text})" if causes else None
+    for pattern, cause in _PEERS.items():
+        if is_runtime and re.search(pattern, text):
+            return f"{cause} ({text})"
+    return None

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -59,15 +59,11 @@ class ConfigError(ValueError):
     """The configuration cannot be composed; the message names every key that is wrong, and the remedy."""
 
 
-GROUPS = ("delete; they mean nothing here", "write instead", "cannot work here", "unknown", "wrong value")
-"""Remedies of refusals, in the order of the message."""
-_DELETE, _INSTEAD, _CANNOT, _UNKNOWN, _WRONG = GROUPS
-
-
 class Refusal(NamedTuple):
     """One setting that cannot be used."""
 
-    group: str
+    remedy: str
+    """Heading above the refusals with this remedy."""
     subject: str
     """The key, or ``key=value``."""
     reason: str
@@ -76,11 +72,16 @@ class Refusal(NamedTuple):
     """The whole message when nothing else is wrong."""
 
 
+_REMEDIES = ("delete; they mean nothing here", "write instead", "cannot work here", "unknown", "wrong value")
+_DELETE, _INSTEAD, _CANNOT, _UNKNOWN, _WRONG = _REMEDIES
+
+
 class Refusals:
     """Collects refusals; ``raise_if_any`` turns them into one ``ConfigError``."""
 
     def __init__(self) -> None:
-        self.found: list[Refusal] = []
+        # A dict keeps the order; a key may be refused twice, by its row and by the settings that it moves to.
+        self.found: dict[Refusal, None] = {}
 
     def delete(self, key: str, reason: str) -> None:
         """Refuse a key without a meaning."""
@@ -88,8 +89,7 @@ class Refusals:
 
     def instead(self, subject: str, override: str, reason: str) -> None:
         """Refuse a key that has another name here; ``override`` is ready to paste."""
-        alone = f"{subject}: write {override} instead ({reason})"
-        self._add(_INSTEAD, override, f"  for {subject}: {reason}", alone)
+        self._add(_INSTEAD, override, f"  for {subject}: {reason}", f"{subject}: write {override} instead ({reason})")
 
     def cannot(self, subject: str, reason: str) -> None:
         """Refuse a setting that has no counterpart."""
@@ -104,28 +104,26 @@ class Refusals:
         """Refuse a value; the message begins with the key."""
         self._add(_WRONG, message, "", message)
 
+    def _add(self, *refusal: str) -> None:
+        self.found[Refusal(*refusal)] = None
+
     def raise_if_any(self) -> None:
         """Raise ``ConfigError`` if anything was refused: one line for one refusal, else a line for each."""
-        if self.found:
-            raise ConfigError(self.found[0].alone if len(self.found) == 1 else "\n".join(self._lines()))
-
-    def _add(self, *refusal: str) -> None:
-        # A key may be refused twice, by its row and by the settings that it moves to.
-        if Refusal(*refusal) not in self.found:
-            self.found.append(Refusal(*refusal))
-
-    def _lines(self) -> Iterator[str]:
-        yield f"the configuration has {len(self.found)} settings that cannot be used"
-        for group in GROUPS:
+        found = list(self.found)
+        if len(found) == 1:
+            raise ConfigError(found[0].alone)
+        lines = [f"the configuration has {len(found)} settings that cannot be used"]
+        for remedy in _REMEDIES:
             subjects: dict[str, list[str]] = {}
-            for refusal in self.found:
-                if refusal.group == group:
-                    subjects.setdefault(refusal.reason, []).append(refusal.subject)
-            if subjects:
-                yield f"  {group}:"
+            for refusal in found:
+                if refusal.remedy == remedy:
+                    # A subject without a reason is a message of its own.
+                    subjects.setdefault(refusal.reason or refusal.subject, []).append(refusal.subject)
+            lines += [f"  {remedy}:"] if subjects else []
             for reason, same in subjects.items():
-                # A subject without a reason is a message of its own.
-                yield from [f"    {', '.join(same)}{reason}"] if reason else [f"    {subject}" for subject in same]
+                lines.append(f"    {', '.join(same)}{'' if reason in same else reason}")
+        if found:
+            raise ConfigError("\n".join(lines))
 
 
 # ---------------------------------------------------------------- the rows of foreign_keys.yaml
@@ -142,7 +140,7 @@ class Row:
     values: Mapping[Any, Any] = field(default_factory=dict)
     only: bool = False
     ignore: Collection[Any] = ()
-    ignore_if: Callable[[Any, Tree], bool] | None = None
+    ignore_if: str | None = None
 
     def match(self, key: str) -> re.Match[str] | None:
         """The match of the pattern with a key; its groups are the texts that ``*`` stands for."""
@@ -156,7 +154,7 @@ class Row:
     def ignores(self, value: Any, tree: Tree) -> bool:
         """True for a value that cannot change what is learned, or does what happens here anyway."""
         if self.ignore_if is not None:
-            return self.ignore_if(value, tree)
+            return _changes_nothing(self.ignore_if, value, tree)
         return self.action == "ignore" or value in self.ignore
 
     def spelled(self, value: Any) -> Any:
@@ -171,62 +169,34 @@ def _regex(pattern: str) -> re.Pattern[str]:
     return re.compile(text.replace(r"\*", r"([^.]*)"))
 
 
-def _reward_model_is_off(_value: Any, tree: Tree) -> bool:
-    return tree.get("reward.reward_model.enable", tree.get("reward_model.enable")) is False
-
-
-def _other_objective(_value: Any, tree: Tree) -> bool:
-    """The setting belongs to an objective that is not chosen."""
-    return tree.get(f"{_ACTOR}.diffusion_loss.loss_mode", DEFAULT) not in ("diffusion_nft", "dpo", "awm")
-
-
-def _own_reward_manager(value: Any, _tree: Tree) -> bool:
-    return value is None or str(value).startswith("pkg://verl_omni.")
-
-
-def _plain_chat_template(value: Any, _tree: Tree) -> bool:
-    """Null, or a template that comes to the user's own words."""
-    # Compared without white space, for scripts indent it in their own ways.
-    plain = "{%formessageinmessages%}{%ifmessage['role']=='user'%}{{message['content']}}{%endif%}{%endfor%}"
-    return value is None or re.sub(r"\s", "", str(value)).strip('"') == plain
-
-
-def _in_the_pipeline(value: Any, tree: Tree) -> bool:
-    """Null, or a path in the model's own folder."""
-    model = str(tree.get(f"{_MODEL}.path", ""))
-    return value is None or (bool(model) and f"{value}/".startswith(f"{model}/"))
-
-
-def _pipeline_tokenizers(value: Any, tree: Tree) -> bool:
-    """Null, or the pipeline's own tokenizers: CLIP at its 77 tokens, T5 at the length of ``max_sequence_length``."""
-    # Other lengths would cut prompts in another way than the pipeline does.
-    length = tree.get(f"{_ROLLOUT}.pipeline.max_sequence_length", 512)
-    parts = value.values() if isinstance(value, Mapping) else [value]
-    return value is None or all(
-        isinstance(part, Mapping)
-        and str(part.get("path", "")).startswith("tokenizer")
-        and part.get("max_length") in (None, 77, length)
-        for part in parts
-    )
-
-
-def _known_family(value: Any, _tree: Tree) -> bool:
-    return value in (None, *FAMILIES)
-
-
-_CONDITIONS = {
-    condition.__name__.removeprefix("_"): condition
-    for condition in (
-        _reward_model_is_off,
-        _other_objective,
-        _own_reward_manager,
-        _plain_chat_template,
-        _in_the_pipeline,
-        _pipeline_tokenizers,
-        _known_family,
-    )
-}
-"""The functions that ``ignore_if`` of a row names."""
+def _changes_nothing(condition: str, value: Any, tree: Tree) -> bool:
+    """The condition that ``ignore_if`` of a row names, for a value and all settings that were given."""
+    match condition:
+        case "reward_model_is_off":
+            return tree.get("reward.reward_model.enable", tree.get("reward_model.enable")) is False
+        case "other_objective":
+            return tree.get(f"{_ACTOR}.diffusion_loss.loss_mode", DEFAULT) not in ("diffusion_nft", "dpo", "awm")
+        case "known_family":
+            return value in (None, *FAMILIES)
+        case "own_reward_manager":
+            return value is None or str(value).startswith("pkg://verl_omni.")
+        case "plain_chat_template":
+            # The template comes to the user's own words. Scripts indent it in their own ways.
+            plain = "{%formessageinmessages%}{%ifmessage['role']=='user'%}{{message['content']}}{%endif%}{%endfor%}"
+            return value is None or re.sub(r"\s", "", str(value)).strip('"') == plain
+        case "in_the_pipeline":
+            model = str(tree.get(f"{_MODEL}.path", ""))
+            return value is None or (bool(model) and f"{value}/".startswith(f"{model}/"))
+        case "pipeline_tokenizers":
+            # CLIP at its 77 tokens, T5 at max_sequence_length; other lengths cut prompts as the pipeline does not.
+            lengths = (None, 77, tree.get(f"{_ROLLOUT}.pipeline.max_sequence_length", 512))
+            return value is None or all(
+                isinstance(part, Mapping)
+                and str(part.get("path", "")).startswith("tokenizer")
+                and part.get("max_length") in lengths
+                for part in (value.values() if isinstance(value, Mapping) else [value])
+            )
+    raise KeyError(condition)
 
 
 @cache
@@ -239,7 +209,7 @@ def _file() -> Mapping[str, Any]:
 
 @cache
 def rows() -> Mapping[str, Row]:
-    """Pattern -> row; patterns that say more of a key come first."""
+    """Pattern -> row."""
     tables = _file()["tables"]
     found: dict[str, Row] = {}
     for given in _file()["rows"]:
@@ -250,26 +220,19 @@ def rows() -> Mapping[str, Row]:
             cells |= {"values": tables[cells["values"]], "only": cells["action"] == "move"}
         if isinstance(cells.get("ignore"), str):
             cells["ignore"] = tables[cells["ignore"]]
-        if "ignore_if" in cells:
-            cells["ignore_if"] = _CONDITIONS[cells["ignore_if"]]
         cells["reason"] = cells["reason"].replace("{families}", ", ".join(FAMILIES))
         found |= {key: Row(key=key, **cells) for key in ([keys] if isinstance(keys, str) else keys)}
-    return {key: found[key] for key in sorted(found, key=_width)}
-
-
-def _width(pattern: str) -> tuple[int, int]:
-    """Sorts patterns without ``*`` first and whole sections last, long ones of these before short ones."""
-    # A row for one key of a section is an exception to the section's row.
-    if pattern.endswith(".**"):
-        return 2, -len(pattern)
-    return int("*" in pattern), 0
+    return found
 
 
 def find(key: str) -> Row | None:
     """The row of a key that is none here: the narrowest pattern that fits."""
     # Most keys have a row of their own, and matching patterns is slow.
-    exact = rows().get(key.removeprefix("config."))
-    return exact or next((row for pattern, row in rows().items() if "*" in pattern and row.match(key)), None)
+    if exact := rows().get(key.removeprefix("config.")):
+        return exact
+    fitting = [row for pattern, row in rows().items() if "*" in pattern and row.match(key)]
+    # A row for one key of a section is an exception to the section's row.
+    return max(fitting, key=lambda row: (not row.key.endswith(".**"), len(row.key)), default=None)
 
 
 def is_one_value(key: str) -> bool:
@@ -328,10 +291,11 @@ class Translation:
 
     def run(self) -> None:
         """Translate everything."""
-        foreign = [key for key in self.leaves if key not in schema()]
         given = dict(self.leaves)
+        foreign = [key for key in given if key not in schema()]
         for key in foreign:
-            self._foreign_key(key, given)
+            # A foreign key never reaches the configuration classes, whatever becomes of it.
+            self._foreign_key(key, self.leaves.pop(key), given)
         # Moved keys may name any setting, so what belongs to keys of this package comes after them.
         self._correction()
         self._algorithm()
@@ -355,9 +319,14 @@ class Translation:
         """True where of two forms of one setting only ``first`` is on the command line."""
         return first in self.overridden and second not in self.overridden
 
-    def _foreign_key(self, key: str, given: Tree) -> None:
-        # A foreign key never reaches the configuration classes, whatever becomes of it.
-        value = self.leaves.pop(key)
+    def _contradiction(self, subject: str, found: str, other: str, value: Any, leave_out: str = "one") -> None:
+        """Refuse two values for one setting."""
+        self.refusals.wrong(
+            f"{subject}: got {found}, but {other} is {show(value)}, and the two are one setting here; leave "
+            f"{leave_out} out"
+        )
+
+    def _foreign_key(self, key: str, value: Any, given: Tree) -> None:
         row = find(key)
         if key in LAUNCHER_KEYS:
             self._launcher(key, value)
@@ -387,16 +356,12 @@ class Translation:
         # Both forms may be given, as a script's file and a user's override do; equal values are no conflict.
         present = self.leaves.get(target)
         respelled = _respellings()[target].spelled(present) if target in _respellings() else present
-        differs = target in self.leaves and respelled != here
-        if differs and self._first_wins(target, key):
-            return self._ignore(key, f"{target} on the command line wins over the file")
-        if differs and not self._first_wins(key, target):
+        if target in self.leaves and respelled != here and not self._first_wins(key, target):
+            if self._first_wins(target, key):
+                return self._ignore(key, f"{target} on the command line wins over the file")
             # Neither value is right, so that no rule about the key is checked.
             self.leaves[target] = INVALID
-            return self.refusals.wrong(
-                f"{key}: got {show(value)}, but {target} is {show(present)}, and the two are one setting here; leave "
-                f"{key} out"
-            )
+            return self._contradiction(key, show(value), target, present, leave_out=key)
         self.leaves[target] = here
         return self.moved.append(f"{key}={_grammar(value)} -> {override(target, here)}")
 
@@ -407,20 +372,17 @@ class Translation:
         except ValueError:
             return self.refusals.wrong(f"{key}: got {show(value)}; give a whole number above 0")
         per_node = key == LAUNCHER_KEYS[0]
-        flag = f"torchrun --{'nproc_per_node' if per_node else 'nnodes'} {value}"
+        flag = f"`torchrun --{'nproc_per_node' if per_node else 'nnodes'} {value}` (or accelerate launch)"
         # Batch sizes count over all processes, so nothing learned changes; but the user relies on the number.
         started = _started()
         if started is None:
-            agrees = "it agrees" if value == 1 else f"start with `{flag}` (or accelerate launch) for {value}"
+            agrees = "it agrees" if value == 1 else f"start with {flag} for {value}"
             return self._ignore(f"{key}={value}", f"no launcher was used, so there is one process; {agrees}")
-        actual = started[0] if per_node else started[1]
-        what = "processes on this machine" if per_node else "machines"
+        actual = started[0 if per_node else 1]
+        what = f"the launcher started {actual} {'processes on this machine' if per_node else 'machines'}"
         if value == actual:
-            return self._ignore(f"{key}={value}", f"the launcher started {actual} {what}, so it agrees")
-        return self.refusals.cannot(
-            f"{key}={value}",
-            f"the launcher started {actual} {what}; start with `{flag}` (or accelerate launch), or set {key}={actual}",
-        )
+            return self._ignore(f"{key}={value}", f"{what}, so it agrees")
+        return self.refusals.cannot(f"{key}={value}", f"{what}; start with {flag}, or set {key}={actual}")
 
     def _algorithm(self) -> None:
         """verl-omni names an algorithm; here an objective and the placing of windows make it up."""
@@ -428,9 +390,8 @@ class Translation:
         if not _is_scalar(name) or name not in algorithms():
             del self.leaves[_ALGORITHM]
             names = ", ".join(algorithms())
-            return self.refusals.cannot(
-                override(_ALGORITHM, name), f"this algorithm is not implemented; there are {names}"
-            )
+            reason = f"this algorithm is not implemented; there are {names}"
+            return self.refusals.cannot(override(_ALGORITHM, name), reason)
         if name == DEFAULT:
             return None
         self.leaves[_ALGORITHM] = DEFAULT
@@ -469,21 +430,22 @@ class Translation:
         for name, entry in given.items():
             if not isinstance(entry, Mapping):
                 continue
-            nameless = name if name in REWARD_NAMES else None
-            builtin = nameless if entry.get("path") is None else _builtin_of_file(entry["path"])
+            builtin = _builtin_of_file(entry.get("path"))
+            if entry.get("path") is None and name in REWARD_NAMES:
+                builtin = name
             if builtin is not None:
                 del kept[name]
                 self._to_builtin(f"{_OWN_FUNCTIONS}.{name}", builtin, entry)
 
     def _to_builtin(self, key: str, builtin: str, entry: Mapping[str, Any]) -> None:
         """Replace an entry by the built-in reward, empty where there is none, and its weight."""
-        setting = override(key, entry)
         arguments = entry.keys() - {"path", "name", *VERL_OMNIS}
         if builtin not in REWARD_NAMES:
             # To train on another reward in silence would be worse than to stop.
-            return self.refusals.cannot(setting, _NO_SCORER)
+            return self.refusals.cannot(override(key, entry), _NO_SCORER)
         if arguments:
-            return self.refusals.cannot(setting, f"the built-in reward {builtin} takes none of {', '.join(arguments)}")
+            reason = f"the built-in reward {builtin} takes none of {', '.join(arguments)}"
+            return self.refusals.cannot(override(key, entry), reason)
         question = _file()["scorers"].get(_scorer_name(entry.get("path")), {}).get("question")
         questions = self.leaves.get(_QUESTIONS, [question])
         if question is not None and questions != [question]:
@@ -501,10 +463,7 @@ class Translation:
         weights = self.leaves.get(_FUNCTIONS) or {}
         weight = entry.get("weight", 1.0)
         if not isinstance(weights, Mapping) or weights.get(builtin, weight) != weight:
-            return self.refusals.wrong(
-                f"{key}: got the weight {show(weight)}, but {_FUNCTIONS} is {show(weights)}, and the two are one "
-                "setting here; leave one out"
-            )
+            return self._contradiction(key, f"the weight {show(weight)}", _FUNCTIONS, weights)
         self.leaves[_FUNCTIONS] = {**weights, builtin: weight}
         here = override(f"{_FUNCTIONS}.{builtin}", weight)
         if question is not None:
@@ -521,48 +480,39 @@ class Translation:
             return
         del self.leaves[copy]
         if own is None or copied is None:
-            self.leaves[place] = self._correction_or_none(own, copied)
+            # Null switches the correction off. A script may do that for the one that its file configures.
+            off, on = CORRECTIONS if own is None else reversed(CORRECTIONS)
+            keys = own or copied
+            off_is_typed, on_is_typed = (
+                any(f"{key}.".startswith(f"{section}.") for key in self.overridden) for section in (off, on)
+            )
+            off_wins = not keys or (off_is_typed and not on_is_typed)
+            if not off_wins and off_is_typed == on_is_typed:
+                self._contradiction(off, "null, which is no correction", on, keys)
+            self.leaves[place] = None if off_wins else keys
             return
         # verl-omni's default file interpolates the copy, so equal keys in both places are the rule.
         merged = {**copied, **own}
         for key, value in copied.items():
+            here, there = f"{place}.{key}", f"{copy}.{key}"
             if merged[key] == value:
                 continue
-            if self._first_wins(f"{copy}.{key}", f"{place}.{key}"):
+            if self._first_wins(there, here):
                 merged[key] = value
-            elif not self._first_wins(f"{place}.{key}", f"{copy}.{key}"):
-                self.refusals.wrong(
-                    f"{copy}.{key}: got {show(value)}, but {place}.{key} is {show(own[key])}, and the two are one "
-                    "setting here; leave the first out"
-                )
+            elif not self._first_wins(here, there):
+                self._contradiction(there, show(value), here, own[key], leave_out="the first")
         self.leaves[place] = merged
-
-    def _correction_or_none(self, own: Any, copied: Any) -> Any:
-        """The correction where one of its two places is null, which switches it off."""
-        # A script may switch the correction off that its file configures; of equal standing the two contradict.
-        off, on = CORRECTIONS if own is None else reversed(CORRECTIONS)
-        keys = copied if own is None else own
-        off_is_typed, on_is_typed = (
-            any(f"{key}.".startswith(f"{section}.") for key in self.overridden) for section in (off, on)
-        )
-        if not keys or (off_is_typed and not on_is_typed):
-            return None
-        if off_is_typed or not on_is_typed:
-            self.refusals.wrong(
-                f"{off}: got null, which is no correction, but {on} is {show(keys)}, and the two are one setting here; "
-                "leave one out"
-            )
-        return keys
 
     def _spelling(self, row: Row) -> None:
         """A value of a key that exists here too, as other trainers spell it."""
         value = self.leaves[row.key]
         # True equals 1 and False 0, so a table of numbers would take them.
-        takes = not isinstance(value, bool) or any(isinstance(name, bool) for name in row.values)
-        if takes and value in row.ignore:
+        if isinstance(value, bool) and not any(isinstance(name, bool) for name in row.values):
+            return
+        if value in row.ignore:
             del self.leaves[row.key]
             becomes = "its default"
-        elif takes and _is_scalar(value) and value in row.values:
+        elif _is_scalar(value) and value in row.values:
             self.leaves[row.key] = row.values[value]
             becomes = _grammar(row.values[value])
         else:

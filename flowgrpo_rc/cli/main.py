@@ -10,16 +10,7 @@ from typing import NoReturn
 from flowgrpo_rc import __version__
 from flowgrpo_rc.cli.arguments import BASE_CONFIG, add_command, add_configuration
 from flowgrpo_rc.cli.check_reward import add_check_reward
-from flowgrpo_rc.cli.encode import add_encode
-from flowgrpo_rc.cli.errors import (
-    COMMAND,
-    FAILED,
-    LOADING,
-    REFUSED,
-    TRAINING,
-    exit_code,
-    warnings_in_a_line,
-)
+from flowgrpo_rc.cli.errors import COMMAND, FAILED, LOADING, NEGATIVE, REFUSED, TRAINING, exit_code, warnings_in_a_line
 from flowgrpo_rc.cli.plan import add_plan
 from flowgrpo_rc.cli.probe import add_probe
 from flowgrpo_rc.cli.serve import add_serve
@@ -28,8 +19,6 @@ from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED, ending_on_signals
 
 DEMO_CONFIG = "tiny_qwen_image_ocr"
-UNHEALTHY = 3
-"""Exit code of a report that found a problem."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +96,15 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
         command.set_defaults(run=_train)
 
-    add_encode(commands)
+    encode = add_command(
+        commands,
+        "encode-prompts",
+        "encode the prompts of a configuration ahead, so that its runs load no text encoder",
+        "Training, validation and negative prompts; those in the store already are left alone. Exit code: 0 done, 1 "
+        "failed, 2 refused.",
+    )
+    add_configuration(encode)
+    encode.set_defaults(run=_encode)
     add_probe(commands)
     add_plan(commands)
     add_check_reward(commands, "flowgrpo_trainer")
@@ -116,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "report",
         "check a run's health, and write one HTML page about it",
-        f"The run may still be going on. Exit code: 0 no problem, {UNHEALTHY} a problem found, 2 refused (not a run "
+        f"The run may still be going on. Exit code: 0 no problem, {NEGATIVE} a problem found, 2 refused (not a run "
         "folder, or nothing in it yet).",
     )
     report.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run folder: outputs/PROJECT/EXPERIMENT")
@@ -154,6 +151,27 @@ def _train(arguments: argparse.Namespace) -> int:
     return INTERRUPTED if trainer.interrupted else 0
 
 
+def _encode(arguments: argparse.Namespace) -> int:
+    from flowgrpo_rc.cli.compose import compose
+
+    config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
+    arguments.phase = LOADING
+    from flowgrpo_rc.models import check_pipeline
+    from flowgrpo_rc.trainer.encoding import check_numbers, fill_store, open_checked
+    from flowgrpo_rc.trainer.setup import make_accelerator, prompt_sets, read_prompts
+
+    pipeline_class = check_pipeline(config.actor_rollout_ref.model.path)
+    sets = prompt_sets(config, *read_prompts(config))
+    for one in sets:
+        check_numbers(pipeline_class, one.records)
+    accelerator = make_accelerator(config)
+    loader, store = open_checked(config.actor_rollout_ref.model, sets, accelerator)
+    encoding = fill_store(loader.model, store, sets, accelerator)
+    if accelerator.is_main_process:
+        print(f"{encoding}\nStore: {store}")
+    return 0
+
+
 def _report(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.report import read_run, worst, write_report
     from flowgrpo_rc.report.setting import headline
@@ -166,7 +184,7 @@ def _report(arguments: argparse.Namespace) -> int:
             print(f"  {finding.level:8} {finding.check}: {finding.measured} ({finding.band})")
             print(f"           {finding.advice}")
     print(f"Written: {path}")
-    return UNHEALTHY if worst(findings) == "problem" else 0
+    return NEGATIVE if worst(findings) == "problem" else 0
 
 
 def _prepare(arguments: argparse.Namespace) -> int:

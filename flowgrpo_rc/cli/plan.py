@@ -2,13 +2,12 @@
 
 import argparse
 import math
+from contextlib import suppress
 from typing import Any
 
 from flowgrpo_rc.cli.arguments import add_command, add_configuration
+from flowgrpo_rc.cli.errors import NEGATIVE
 from flowgrpo_rc.planner.machines import TRIED, Gpus, read_gpus
-
-DOES_NOT_FIT = 3
-"""Exit code of a plan that does not fit the given GPUs."""
 
 
 def add_plan(commands: Any) -> None:
@@ -18,7 +17,7 @@ def add_plan(commands: Any) -> None:
         "plan",
         "compute how much memory and time a configuration needs on GPUs",
         f"From configuration files alone: no weights are read and no GPU is needed. Exit code: 0 it fits, "
-        f"{DOES_NOT_FIT} it does not (without a list: none of the sizes that are tried), 2 refused.",
+        f"{NEGATIVE} it does not (without a list: none of the sizes that are tried), 2 refused.",
     )
     add_configuration(command)
     command.add_argument(
@@ -59,9 +58,12 @@ def run_command(arguments: argparse.Namespace) -> int:
     plan = MemoryPlan(planned_run(config))
     tried = chosen or [Gpus(count, size) for count, size in TRIED if _divides(config, count)]
     fitting = [gpus for gpus in tried if plan.memory(plan.run, gpus.count).fits(gpus.bytes)]
-    described = (describe(plan, gpus, _trainers(config, gpus), arguments.reward_seconds) for gpus in chosen)
+    described = []
+    for gpus in chosen:
+        trainers = [count for count in range(1, gpus.count) if _divides(config, count)]
+        described.append(describe(plan, gpus, trainers, arguments.reward_seconds))
     print("\n\n".join(described) if chosen else table(plan, tried))
-    return 0 if fitting and (not chosen or len(fitting) == len(chosen)) else DOES_NOT_FIT
+    return 0 if fitting and (not chosen or len(fitting) == len(chosen)) else NEGATIVE
 
 
 def _check_processes(config: Any, count: int) -> None:
@@ -72,25 +74,12 @@ def _check_processes(config: Any, count: int) -> None:
     check_division(config.actor_rollout_ref.actor.fsdp_config, count, count)
 
 
-def _trainers(config: Any, gpus: Gpus) -> list[int]:
-    """Numbers of trainer processes that the run can have on some of these GPUs."""
-    return [count for count in range(1, gpus.count) if _divides(config, count)]
-
-
 def _seconds(text: str) -> float:
-    """A finite number of at least 0.
-
-    Raises:
-        argparse.ArgumentTypeError: it is something else.
-    """
+    with suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
     # argparse reports this error with the option's name.
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r:.80}; give seconds, 0 or more")
-    return value
+    raise argparse.ArgumentTypeError(f"got {text!r:.80}; give seconds, 0 or more")
 
 
 def _divides(config: Any, count: int) -> bool:

@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.cli.arguments import add_command, add_configuration
-from flowgrpo_rc.cli.errors import LOADING, TRAINING
+from flowgrpo_rc.cli.errors import LOADING, NEGATIVE, TRAINING
 from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
 
-NOT_SAFE = 3
-"""Exit code of a probe that finds the configuration not safe."""
 NOT_SHOWN_SAFE = 4
 """Exit code of a probe that cannot show that the configuration is safe."""
 DRIFT_WORDS = (
@@ -25,7 +23,7 @@ def add_probe(commands: Any) -> None:
         commands,
         "probe",
         "measure the rollout/training gap before training and judge if bypass mode is safe",
-        f"Exit code: 0 safe, {NOT_SAFE} not safe, {NOT_SHOWN_SAFE} not shown safe, 2 refused, 1 failed.",
+        f"Exit code: 0 safe, {NEGATIVE} not safe, {NOT_SHOWN_SAFE} not shown safe, 2 refused, 1 failed.",
     )
     add_configuration(command)
     command.add_argument(
@@ -53,38 +51,30 @@ def run_command(arguments: argparse.Namespace) -> int:
         # The folder is new, so there is nothing to resume; a path given by the user stays.
         if config.trainer.resume_mode == "auto":
             config.trainer.resume_mode = "disable"
-        from flowgrpo_rc.cli.probe_folder import ProbeFolder
+        from flowgrpo_rc.cli.probe_folder import make_folder, write_result
         from flowgrpo_rc.gap.probe import run_probe
         from flowgrpo_rc.trainer import FlowGRPOTrainer
 
         images, most = _image_counts(arguments)
-        out = ProbeFolder(arguments.out)
+        make_folder(arguments.out)
         arguments.phase = LOADING
         trainer = FlowGRPOTrainer(config)
         arguments.phase = TRAINING
         try:
             trainer.run.end_rewards()  # a probe scores nothing
             result = run_probe(trainer.probed_run(), images, most)
+            if trainer.accelerator.is_main_process:
+                print(report(result))
+                try:
+                    print("\n".join(write_result(arguments.out, result)))
+                except OSError as error:
+                    text = f"--out: cannot write the result to {arguments.out}: {error}; give another folder"
+                    raise OSError(text) from error
             # A launcher ends all processes as soon as one exits with a code other than 0.
-            lines = _write(out, result) if trainer.accelerator.is_main_process else []
             trainer.accelerator.wait_for_everyone()
         finally:
             trainer.run.engine.close()
-    from flowgrpo_rc.gap import safety
-
-    code = {safety.SAFE: 0, safety.NOT_SAFE: NOT_SAFE, safety.NOT_SHOWN_SAFE: NOT_SHOWN_SAFE}[result.advice.verdict]
-    if lines:
-        print("\n".join(lines))
-    return code
-
-
-def _write(out: Any, result: Any) -> list[str]:
-    """Write the result into its folder; returns the lines to print: the report and the names of the files."""
-    try:
-        return [report(result), *out.write(result)]
-    except OSError as error:
-        print(report(result))
-        raise OSError(f"--out: cannot write the result to {out.root}: {error}; give another folder") from error
+    return {"safe": 0, "not safe": NEGATIVE, "not shown safe": NOT_SHOWN_SAFE}[result.advice.verdict]
 
 
 def _image_counts(arguments: argparse.Namespace) -> tuple[int, int]:
@@ -104,16 +94,10 @@ def _image_counts(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def _number(option: str, value: Any) -> int:
-    """The whole number of an option.
-
-    Raises:
-        ValueError: it is none. argparse would print the usage before its error.
-    """
     try:
         return int(value)
     except ValueError as error:
-        shown = str(value) if len(str(value)) <= 40 else f"{str(value)[:40]}..."
-        raise ValueError(f"{option}: got {shown!r}; give a whole number") from error
+        raise ValueError(f"{option}: got {value!r}; give a whole number") from error
 
 
 def report(result: Any) -> str:
@@ -144,9 +128,10 @@ def report(result: Any) -> str:
             f"{step.nats:7.3f} {step.kl_nats:8.3f} {step.clipped:8.0%} {ends:>12}"
         )
     if result.drift is not None:
-        # The drift's columns go onto the table's last rows: the head, one per timestep, and the total.
-        cells = [f" {'drift':>7} {'interval':>16}", *map(_drift_cells, (*result.drift.timesteps, result.drift))]
-        lines[-len(cells) :] = [line + cell for line, cell in zip(lines[-len(cells) :], cells, strict=True)]
+        # More columns of the table, whose head is line 2.
+        lines[2] += f" {'drift':>7} {'interval':>16}"
+        for row, one in enumerate((*result.drift.timesteps, result.drift), start=3):
+            lines[row] += f" {one.value:7.4f} {f'{one.interval.low:.4f} to {one.interval.high:.4f}':>16}"
     lines += [
         "",
         f"l = log pi_actor - log pi_engine, same weights; clipped: {objective.beyond} before any learning; interval: "
@@ -164,11 +149,6 @@ def report(result: Any) -> str:
             f"here (of the first images: {seconds})"
         )
     return "\n".join(lines)
-
-
-def _drift_cells(drift: Any) -> str:
-    """Cells of the table for a drift and its interval."""
-    return f" {drift.value:7.4f} {f'{drift.interval.low:.4f} to {drift.interval.high:.4f}':>16}"
 
 
 def _limit_words(setting: dict[str, Any], objective: Objective) -> str:

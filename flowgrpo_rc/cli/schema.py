@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
@@ -39,16 +40,12 @@ def flatten(
     """
     leaves: dict[str, Any] = {}
     for path, value in _leaves(raw, "", is_one_value):
-        owner = _owner(path)
-        if path in sections():
-            # An empty section sets nothing; verl's files have many.
-            if value != {}:
-                example = next(key for key in schema() if key.startswith(f"{path}."))
-                refuse(f"{path}: got {show(value)}, but it is a section; give its keys, e.g. {example}")
-        elif owner is not None and not path.rpartition(".")[2].startswith("_"):
-            refuse(f"{path}: {owner} is a value of its own and has no keys below it")
-        else:
+        if path not in sections():
             leaves[path] = value
+        # An empty section sets nothing; verl's files have many.
+        elif value != {}:
+            example = next(key for key in schema() if key.startswith(f"{path}."))
+            refuse(f"{path}: got {show(value)}, but it is a section; give its keys, e.g. {example}")
     return leaves
 
 
@@ -70,7 +67,7 @@ def nearest(key: str) -> str:
     last = key.rsplit(".", 1)[-1]
     # The right name in the wrong section is the most frequent slip.
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == last]
-    names = difflib.get_close_matches(last, [n.rsplit(".", 1)[-1] for n in known])
+    names = difflib.get_close_matches(last, [k.rsplit(".", 1)[-1] for k in known])
     close_name = [k for k in known if k.rsplit(".", 1)[-1] in names]
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
     found: Sequence[str] = list(dict.fromkeys([*same_name, *close, *close_name]))[:4]
@@ -90,28 +87,12 @@ def _keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _leaves(node: Mapping[Any, Any], prefix: str, is_one_value: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         path = f"{prefix}{key}"
-        if path in schema():
-            yield from _own_value(path, value)
+        if path in schema() and isinstance(value, Mapping):
+            # Hydra's own keys, such as _target_, have a refusal that explains more than that of the mapping's reader.
+            hydras = [part for part in value if re.fullmatch("_.*_", str(part))]
+            yield path, {part: item for part, item in value.items() if part not in hydras}
+            yield from ((f"{path}.{part}", value[part]) for part in hydras)
         elif isinstance(value, Mapping) and value and (path in sections() or not is_one_value(path)):
             yield from _leaves(value, f"{path}.", is_one_value)
         else:
             yield path, value
-
-
-def _own_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A value of the schema, less the keys of Hydra's own that a mapping may hold."""
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    # Their own refusal explains more than that of the mapping's reader.
-    hydras = [key for key in value if str(key).startswith("_") and str(key).endswith("_")]
-    yield path, {key: item for key, item in value.items() if key not in hydras}
-    for key in hydras:
-        yield f"{path}.{key}", value[key]
-
-
-def _owner(path: str) -> str | None:
-    """The key of the schema that ``path`` lies below."""
-    parts = path.split(".")
-    above = (".".join(parts[:i]) for i in range(1, len(parts)))
-    return next((key for key in above if key in schema()), None)

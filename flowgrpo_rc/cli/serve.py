@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from flowgrpo_rc.cli.arguments import add_command
 from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig, RewardMix, build_reward
 from flowgrpo_rc.rewards.forms import PerImageReward
 from flowgrpo_rc.rewards.http_client import is_loopback, read_key
@@ -23,12 +24,12 @@ PORT = 18080
 
 def add_serve(commands: Any) -> None:
     """Add the command to the parser's ``commands``."""
-    text = "answer requests for the scores of a reward function"
-    command = commands.add_parser(
+    command = add_command(
+        commands,
         "serve-reward",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}, until Ctrl-C or SIGTERM. Needs the extra serve and what the "
-        "function imports. Exit code: 0 ended by a signal, 2 refused, 1 failed.",
+        "answer requests for the scores of a reward function",
+        ", until Ctrl-C or SIGTERM. Needs the extra serve and what the function imports. Exit code: 0 ended by a "
+        "signal, 2 refused, 1 failed.",
     )
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("--path", help="a Python file with a reward function, as in reward.custom_reward_function.path")
@@ -123,7 +124,7 @@ def _value(text: str) -> Any:
         return None
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    except (ValueError, SyntaxError):
         return text
 
 

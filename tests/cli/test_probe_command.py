@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import tempfile
+from functools import partial
 
 import pytest
 
@@ -178,7 +179,7 @@ def test_a_log_prob_that_is_not_finite_ends_in_one_line(probe, tmp_path, monkeyp
 
 
 class Result:
-    """What ``ProbeFolder`` reads of a probe."""
+    """What ``write_result`` reads of a probe."""
 
     def __init__(self, clip, seconds=1.0):
         self.values = {"setting": {"clip_ratio": clip}, "seconds": {"rollout": seconds}, "saved": seconds / 10}
@@ -195,11 +196,11 @@ def plain(monkeypatch):
 
 def test_a_result_that_says_something_else_is_kept(tmp_path, plain):
     """Of another setting, or not readable at all; one that differs in its timings alone is replaced."""
-    folder = probe_folder.ProbeFolder(tmp_path)
-    assert folder.write(Result(1e-3)) == [f"Written: {tmp_path / 'probe.json'}, {tmp_path / 'probe.png'}"]
-    assert len(folder.write(Result(1e-3, seconds=2.0))) == 1
+    write = partial(probe_folder.write_result, tmp_path)
+    assert write(Result(1e-3)) == [f"Written: {tmp_path / 'probe.json'}, {tmp_path / 'probe.png'}"]
+    assert len(write(Result(1e-3, seconds=2.0))) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["probe.json", "probe.png"]
-    said = folder.write(Result(1e-4))
+    said = write(Result(1e-4))
     assert said[0] == (
         f"The earlier result there says something else; kept as {tmp_path / 'probe.1.json'}, {tmp_path / 'probe.1.png'}"
     )
@@ -207,10 +208,10 @@ def test_a_result_that_says_something_else_is_kept(tmp_path, plain):
     assert json.loads((tmp_path / "probe.json").read_text())["setting"] == {"clip_ratio": 1e-4}
     (tmp_path / "probe.json").write_text("not a probe")
     (tmp_path / "probe.png").unlink()
-    assert folder.write(Result(1e-4))[0].endswith(f"kept as {tmp_path / 'probe.2.json'}")
+    assert write(Result(1e-4))[0].endswith(f"kept as {tmp_path / 'probe.2.json'}")
     assert (tmp_path / "probe.2.json").read_text() == "not a probe"
     (tmp_path / "probe.json").unlink()  # a picture alone is somebody's too
-    assert folder.write(Result(1e-4))[0].endswith(f"kept as {tmp_path / 'probe.3.png'}")
+    assert write(Result(1e-4))[0].endswith(f"kept as {tmp_path / 'probe.3.png'}")
 
 
 def test_a_full_disk_leaves_the_earlier_result(tmp_path, monkeypatch):
@@ -218,13 +219,13 @@ def test_a_full_disk_leaves_the_earlier_result(tmp_path, monkeypatch):
         path.write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    folder = probe_folder.ProbeFolder(tmp_path)
+    write = partial(probe_folder.write_result, tmp_path)
     monkeypatch.setattr(probe_folder, "draw", lambda _, path: path.write_text("whole"))
-    folder.write(Result(1e-3))
+    write(Result(1e-3))
     before = (tmp_path / "probe.json").read_bytes()
     monkeypatch.setattr(probe_folder, "draw", full)
     with pytest.raises(OSError, match="No space"):
-        folder.write(Result(1e-4))
+        write(Result(1e-4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["probe.json", "probe.png"]
     assert ((tmp_path / "probe.json").read_bytes(), (tmp_path / "probe.png").read_text()) == (before, "whole")
 
