@@ -300,29 +300,20 @@ def test_the_configuration_records_who_judges():
 
 # ---------------------------------------------------------------- a hostile server
 
-ONCE = {
-    "429": Reply(status=429),
+HOSTILE = {
     "cut off": Reply(said("<Score>0</Score>"), cut_at=30),
-    "wrong type": Reply([1, 2]),
     "wrong length": Reply({"choices": []}),
-    "nan": Reply(b'{"choices": [{"message": {"content": NaN}}]}'),
-    "no text": Reply(said(5)),
-}
-"""Answers that another try mends."""
-
-FOR_GOOD = {
     "401": Reply(f"wrong key {SECRET}", status=401),
     "echo": Reply(said(f"your key is {SECRET}")),
 }
-"""Answers that none does."""
 
 
-@pytest.mark.parametrize("kind", [*ONCE, *FOR_GOOD])
+@pytest.mark.parametrize("kind", HOSTILE)
 def test_what_it_keeps_sending_ends_in_one_error_without_the_key(kind, monkeypatch, caplog):
     """No hang, no 0, and the key in no message, log or representation."""
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     caplog.set_level(logging.DEBUG)
-    reply = (ONCE | FOR_GOOD)[kind]
+    reply = HOSTILE[kind]
     with FakeJudge(after_start(4, lambda asked: reply)) as server:
         reward = server.reward(TEN, timeout_s=0.3, tries=2, api_key_env="JUDGE_KEY")
         assert server.calls[-1].headers["authorization"] == f"Bearer {SECRET}"
@@ -343,12 +334,4 @@ def test_the_deadline_of_a_batch_covers_what_is_asked_again():
     with FakeJudge(after_start(1, judge)) as server:
         reward = server.reward(TEN, deadline_s=0.6)
         with pytest.raises(RewardError, match=r"0 of 2 requests were answered within reward\.judge\.deadline_s=0.6 s"):
-            reward(numbered(2), prompts(2))
-
-
-def test_the_time_limit_of_rewards_ends_it_too():
-    with FakeJudge(after_start(1, lambda asked: Reply(after_s=60))) as server:
-        judge = {"base_url": f"{server.url}/v1", "questions": ["score"]}
-        reward = build_reward(RewardConfig(functions={"judge": 1.0}, judge=judge, timeout_s=0.3))
-        with pytest.raises(RewardError, match=r"'judge' did not return within reward\.timeout_s=0.3 s"):
             reward(numbered(2), prompts(2))

@@ -17,37 +17,26 @@ THREE = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5)
 
 
 @pytest.mark.parametrize(
-    ("text", "scale", "score"),
+    ("parser", "text", "scale", "score"),
     [
-        ("<Score>4</Score>", 5, 0.8),
-        ("It is fine.\n<score> 3.5 </SCORE> thank you", 5, 0.7),
-        ("<Score>4/5</Score>", 5, 0.8),
-        ("<Score>7</Score>", 10, 0.7),
+        ("score", "<Score>4</Score>", 5, 0.8),
+        ("score", "It is fine.\n<score> 3.5 </SCORE> thank you", 5, 0.7),
+        ("score", "<Score>4/5</Score>", 5, 0.8),
+        ("score", "<Score>7</Score>", 10, 0.7),
+        ("unified_reward_1_5", "Final Score: 4", 5, 0.8),
+        ("unified_reward_1_5", "**Final Score:** 3.5", 5, 0.7),
+        ("unified_reward_1_5", "final score:1 ... Final Score: 5", 5, 1.0),
+        ("unified_reward_2", THREE.format(1, 1, 1), 5, 0.0),
+        ("unified_reward_2", THREE.format(4, 3, 5), 5, 0.75),  # mean 4, (4 - 1) / 4
+        ("unified_reward_2", THREE.format(4.5, 2.5, 2), 5, 0.5),  # mean 3
+        ("unified_reward_2", "**Alignment Score (1-5):** 2\n**Coherence Score:** 3\nStyle score: 4", 5, 0.5),
+        ("ocr", 'The text is "New  York".', 5, 1.0),  # contained
+        ("ocr", "new yark", 5, 6 / 7),
+        ("ocr", "", 5, 0.0),
     ],
 )
-def test_score(text, scale, score):
-    assert PARSERS["score"].read(Answer(text), scale, "") == pytest.approx(score, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [("Final Score: 4", 0.8), ("**Final Score:** 3.5", 0.7), ("final score:1 ... Final Score: 5", 1.0)],
-)
-def test_unified_reward_1_5(text, score):
-    assert PARSERS["unified_reward_1_5"].read(Answer(text), 5.0, "") == pytest.approx(score, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        (THREE.format(1, 1, 1), 0.0),
-        (THREE.format(4, 3, 5), 0.75),  # mean 4, (4 - 1) / 4
-        (THREE.format(4.5, 2.5, 2), 0.5),  # mean 3
-        ("**Alignment Score (1-5):** 2\n**Coherence Score:** 3\nStyle score: 4", 0.5),
-    ],
-)
-def test_unified_reward_2(text, score):
-    assert PARSERS["unified_reward_2"].read(Answer(text), 5.0, "") == pytest.approx(score, abs=1e-12)
+def test_a_score_in_words(parser, text, scale, score):
+    assert PARSERS[parser].read(Answer(text), scale, "new york") == pytest.approx(score, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -62,19 +51,6 @@ def test_unified_reward_2(text, score):
 def test_yes_no(tokens, score):
     answer = Answer("Yes", [(token, math.log(p)) for token, p in tokens.items()])
     assert PARSERS["yes_no"].read(answer, 5.0, "") == pytest.approx(score, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("text", "target", "score"),
-    [
-        ('The text is "New  York".', "new york", 1.0),  # contained
-        ("4l", "42", 0.5),
-        ("", "42", 0.0),
-        ("abcd", "abxy", 0.5),
-    ],
-)
-def test_ocr(text, target, score):
-    assert PARSERS["ocr"].read(Answer(text), 5.0, target) == pytest.approx(score, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -147,14 +123,11 @@ def test_answers_of_another_shape(text):
         read_answer(text)
 
 
-@pytest.mark.parametrize("text", [b"[]", b'{"data": [{}]}', b"<html>"])
-def test_lists_of_models_of_another_shape(text):
-    with pytest.raises(ValueError, match="^(answers with|what was sent is not JSON) "):
-        read_models(text)
-
-
-def test_a_models_name_is_printed_without_escape_codes():
+def test_the_names_of_models_are_read_without_escape_codes():
     assert read_models(b'{"data": [{"id": "\\u001b[31mred\\nmodel"}]}') == ["[31mred model"]
+    for text in (b"[]", b'{"data": [{}]}', b"<html>"):
+        with pytest.raises(ValueError, match="^(answers with|what was sent is not JSON) "):
+            read_models(text)
 
 
 def test_means():

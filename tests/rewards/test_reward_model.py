@@ -10,19 +10,18 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from reward_files import METADATA, write
-from test_reward_run import TINY, rows
+from test_reward_run import TINY
+from tests_support import rows_of, wait_until
 
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rewards import RewardConfig, build_reward
 from flowgrpo_rc.rewards.reward_model import server as server_module
-from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 
 pytestmark = pytest.mark.process
 
@@ -76,10 +75,7 @@ def is_alive(pid):
 
 
 def assert_ends(*pids):
-    end = time.monotonic() + 20
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < end, f"{[pid for pid in pids if is_alive(pid)]} still run"
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_the_judge_asks_the_server_that_the_run_has_started(notes, tmp_path, capsys):
@@ -118,7 +114,9 @@ def test_the_server_goes_with_the_reward(notes):
 
 
 def test_a_server_that_ends_before_it_answers(notes, monkeypatch):
+    """Nothing of it remains, the file with its address included."""
     monkeypatch.setenv("VLLM_STUB_FAILS", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(
         ValueError,
         match=rf"^reward\.reward_model: vllm serve {MODEL} ended with exit code 3 before it answered; the end of its "
@@ -127,6 +125,7 @@ def test_a_server_that_ends_before_it_answers(notes, monkeypatch):
         build_reward(config())
     (note,) = read(notes)
     assert_ends(note["pid"], note["worker"])
+    assert not server_module._address_file().exists()
 
 
 def test_a_server_that_dies_in_the_middle_leaves_its_log(notes, capsys):
@@ -140,15 +139,7 @@ def test_a_server_that_dies_in_the_middle_leaves_its_log(notes, capsys):
     found = re.fullmatch(
         rf"reward\.reward_model: vllm serve {MODEL} died of signal 15; log: (\S+), which ends: .*", line
     )
-    assert Path(found[1]).read_text() == "loading the model\n"
-
-
-def test_no_vllm(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(
-        ValueError, match=r"^reward\.reward_model\.enable: true, but there is no program vllm on the PATH"
-    ):
-        build_reward(config())
+    assert Path(found[1]).read_text().strip() == "loading the model"
 
 
 RUN = """
@@ -259,35 +250,28 @@ def test_check_reward_starts_the_runs_server_for_what_asks_it(name, servers, not
     assert len(read(notes)) == servers
 
 
+JUDGE = {"enable": True, "model_path": MODEL}
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
         ({"functions": {"ocr": 1.0}}, "reward_model.enable: true, but no reward asks a model"),
         ({"judge": {"base_url": "http://x/v1"}}, "judge.base_url: got http://x/v1, but reward.reward_model.enable"),
         ({"reward_model": {"enable": True}}, "reward_model.model_path: null, but reward.reward_model.enable=true"),
+        ({"reward_model": {"rollout": {"name": "sglang"}}}, "reward_model.rollout.name: got 'sglang'; choose one of"),
+        ({"reward_model": {"devices": []}}, r"reward_model.devices: got \[\]"),
+        ({"reward_model": {"extra_args": ["--api_key", "sk-secret"]}}, "reward_model.extra_args: leave --api-key out"),
+        ({"reward_model": {"extra_args": ["--port", "8000"]}}, "reward_model.extra_args: leave --port out"),
+        ({}, "reward_model.enable: true, but there is no program vllm on the PATH"),
     ],
 )
-def test_what_does_not_go_together(notes, settings, told):
-    given = {"functions": {"judge": 1.0}, "reward_model": {"enable": True, "model_path": MODEL}} | settings
-    with pytest.raises(ValueError, match=rf"^reward\.{told}"):
-        build_reward(RewardConfig(**given))
-    assert read(notes) == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"rollout": {"name": "sglang"}}, "rollout.name: got 'sglang'; choose one of vllm"),
-        ({"rollout": {"gpu_memory_utilization": 1.5}}, "rollout.gpu_memory_utilization: got 1.5"),
-        ({"devices": []}, r"devices: got \[\]"),
-        ({"extra_args": ["--api_key", "sk-secret"]}, "extra_args: leave --api-key out"),
-        ({"extra_args": ["--enforce-eager", "--port", "8000"]}, "extra_args: leave --port out"),
-    ],
-)
-def test_settings_that_cannot_be_used(settings, told):
-    with pytest.raises(ValueError, match=rf"^reward\.reward_model\.{told}") as caught:
-        RewardModelConfig(**settings)
+def test_settings_that_cannot_be_used(notes, monkeypatch, settings, told):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError, match=rf"^reward\.{told}") as caught:
+        build_reward(RewardConfig(**{"functions": {"judge": 1.0}, "reward_model": JUDGE} | settings))
     assert "sk-secret" not in str(caught.value)
+    assert read(notes) == []
 
 
 VERL_OMNIS = (
@@ -307,7 +291,7 @@ def test_a_run_with_verl_omnis_settings(notes, tmp_path, monkeypatch, capsys):
     folder = f"trainer.default_local_dir={tmp_path / 'run'}"
     with pytest.warns(UserWarning, match="custom_reward_function -> reward.functions.judge=1.0"):
         assert main(["demo", *TINY, folder, "reward.functions.ocr=0", *VERL_OMNIS]) == 0
-    (row,) = rows(tmp_path)
+    (row,) = rows_of(tmp_path / "run")
     assert 0 <= row["reward/judge"] == row["reward/mean"] <= 1
     (note,) = read(notes)
     assert_ends(note["pid"], note["worker"])

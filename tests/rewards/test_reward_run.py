@@ -1,18 +1,25 @@
-"""Rewards in whole runs: exit codes, the line at the start, the log's keys, and verl-omni's form."""
+"""Rewards in whole runs: exit codes, the line at the start, the log's keys, verl-omni's form, servers and resumes."""
 
 from __future__ import annotations
 
-import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import SMALL_RUN
 from reward_files import function, write
+from reward_server import serving
+from safetensors.torch import load_file, save_file
+from stub_server import Reply, StubServer
+from tests_support import rows_of, untimed
 
 from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rewards import STATISTICS
-from flowgrpo_rc.run_folder import TIMING_PREFIXES
+from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer
 
 pytestmark = pytest.mark.run
 TINY = (
@@ -21,40 +28,39 @@ TINY = (
     "trainer.val_before_train=false",
     "data.val_files=null",
 )
+BRIGHTNESS = "return images.mean((1, 2, 3)) / 255"
 
 
-def demo(folder: Path, reward: Path, *overrides: str) -> int:
+def demo(folder: Path, reward: Path | None, *overrides: str) -> int:
     """The demo's exit code, one step of it, with the reward `f` of that file."""
-    return main(
-        [
-            "demo",
-            *TINY,
-            f"trainer.default_local_dir={folder / 'run'}",
-            f"reward.custom_reward_function.path={reward}",
-            "reward.custom_reward_function.name=f",
-            *overrides,
-        ]
-    )
+    section = "reward.custom_reward_function"
+    own = () if reward is None else (f"{section}.path={reward}", f"{section}.name=f")
+    return main(["demo", *TINY, f"trainer.default_local_dir={folder / 'run'}", *own, *overrides])
 
 
-def error_lines(capsys: pytest.CaptureFixture) -> list[str]:
-    """Lines that report an error; other libraries' notes aside."""
+def the_error(capsys: pytest.CaptureFixture) -> str:
+    """The one line that reports an error; other libraries' notes aside."""
     error = capsys.readouterr().err
     assert "Traceback" not in error
-    return [line for line in error.splitlines() if line.startswith("error: ")]
+    (line,) = [line for line in error.splitlines() if line.startswith("error: ")]
+    return line
 
 
-def rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("line", ["sys.exit(0)", "images[0] = 0"])
-def test_a_reward_that_fails_ends_the_command_with_1(tmp_path: Path, capsys: pytest.CaptureFixture, line: str) -> None:
-    assert demo(tmp_path, write(tmp_path, function(line))) == 1
-    error = error_lines(capsys)
-    assert len(error) == 1
-    assert error[0].startswith("error: reward function 'f' raised ")
-    assert "mine.py:5, in f" in error[0]
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("sys.exit(0)", "raised SystemExit"),
+        ("images[0] = 0", "raised ValueError"),
+        ("time.sleep(600)", "did not return within reward.timeout_s=0.5 s; it was"),
+    ],
+)
+def test_a_reward_that_fails_ends_the_command_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture, line: str, told: str
+) -> None:
+    assert demo(tmp_path, write(tmp_path, function(line)), "reward.timeout_s=0.5") == 1
+    error = the_error(capsys)
+    assert error.startswith(f"error: reward function 'f' {told}")
+    assert "mine.py:5, in f" in error
 
 
 @pytest.mark.parametrize(
@@ -73,25 +79,14 @@ def test_what_can_be_seen_before_training_ends_it_with_2(
 ) -> None:
     monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *a, **k: pytest.fail("the model was loaded"))
     assert demo(tmp_path, write(tmp_path, source)) == 2
-    error = error_lines(capsys)
-    assert len(error) == 1
-    assert error[0].startswith("error: ")
-    assert told in error[0]
-
-
-def test_a_reward_that_never_returns_ends_the_command_with_1(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert demo(tmp_path, write(tmp_path, function("time.sleep(600)")), "reward.timeout_s=0.5") == 1
-    error = error_lines(capsys)
-    assert len(error) == 1
-    assert "did not return within reward.timeout_s=0.5 s; it was at" in error[0]
-    assert "mine.py:5, in f (time.sleep(600))" in error[0]
+    assert told in the_error(capsys)
 
 
 def test_the_log_has_the_known_statistics_and_one_key_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The first lines show the sum in force."""
-    path = write(tmp_path, function("return images.reshape(len(images), -1).mean(1) / 255"))
+    path = write(tmp_path, function(BRIGHTNESS))
     assert demo(tmp_path, path, "reward.functions.jpeg_compressibility=0.5") == 0
-    logged = {key.removeprefix("reward/") for key in rows(tmp_path)[-1] if key.startswith("reward/")}
+    logged = {key.removeprefix("reward/") for key in rows_of(tmp_path / "run")[-1] if key.startswith("reward/")}
     names = ("jpeg_compressibility", "f")
     assert logged == {*STATISTICS, *names, *(f"std/{name}" for name in names)}
     said = "".join(capsys.readouterr().out.split())
@@ -100,19 +95,15 @@ def test_the_log_has_the_known_statistics_and_one_key_a_reward(tmp_path: Path, c
 
 def test_a_reward_that_turns_gradients_off_changes_nothing(tmp_path: Path) -> None:
     """The same steps as with the same reward that does not."""
-    score = "return images.reshape(len(images), -1).mean(1) / 255"
     for name, first in (
         ("plain", "pass"),
         ("hostile", "torch.set_grad_enabled(False); torch.set_default_dtype(torch.float64)"),
     ):
-        path = write(tmp_path, function(f"{first}\n{score}"), f"{name}.py")
+        path = write(tmp_path, function(f"{first}\n{BRIGHTNESS}"), f"{name}.py")
         (tmp_path / name).mkdir()
         assert demo(tmp_path / name, path, "trainer.total_training_steps=2") == 0
-    plain, hostile = (
-        [{k: v for k, v in row.items() if not k.startswith(TIMING_PREFIXES)} for row in rows(tmp_path / name)]
-        for name in ("plain", "hostile")
-    )
-    assert plain == hostile
+    plain = rows_of(tmp_path / "plain" / "run")
+    assert plain == rows_of(tmp_path / "hostile" / "run")
     assert plain[-1]["actor/grad_norm"] > 0
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() == torch.float32
@@ -131,6 +122,98 @@ def test_verl_omnis_form_trains_on_a_file_with_its_columns(tmp_path: Path) -> No
     """
     train = f"data.train_files={tmp_path / 'data' / 'train.parquet'}"
     assert demo(tmp_path, write(tmp_path, source), train) == 0
-    row = rows(tmp_path)[-1]
+    row = rows_of(tmp_path / "run")[-1]
     assert 0 < row["reward/f"] < 1
     assert row["reward/mean"] == row["reward/f"]
+
+
+# ---------------------------------------------------------------------- servers
+
+
+def test_a_run_with_a_server_equals_one_with_the_function(tmp_path: Path) -> None:
+    path = write(tmp_path, function(f"{BRIGHTNESS}, {{'text': prompts}}"))
+    assert demo(tmp_path / "local", path) == 0
+    with serving(path) as server:
+        far = [f"reward.remote.f.url={server.url}", "reward.remote.f.batch_size=3", "reward.functions={f: 1.0}"]
+        assert demo(tmp_path / "remote", None, *far) == 0
+        assert server.requests > 1
+    assert "reward/f" in rows_of(tmp_path / "local" / "run")[-1]
+    assert rows_of(tmp_path / "remote" / "run") == rows_of(tmp_path / "local" / "run")
+
+
+def test_a_server_that_ends_during_training_ends_the_run_with_1(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The grey images before training are answered, and nothing after them."""
+
+    def answer(call: Any) -> Reply:
+        images = call.json()["images"]
+        return Reply({"scores": [0.5]}) if len(images) == 1 else Reply(b"CUDA error", status=500)
+
+    with StubServer(answer) as server:
+        far = [f"reward.remote.far.url={server.url}", "reward.remote.far.tries=2", "reward.functions={far: 1.0}"]
+        assert demo(tmp_path, None, *far) == 1
+    error = the_error(capsys)
+    assert error.startswith(f"error: {server.url}: reward.remote.far, images 0 to ")
+    assert error.endswith("answers 500: CUDA error (tried 2 times)")
+
+
+# ---------------------------------------------------------------------- resumes with scorers of CLIP
+
+SCORERS = ("pickscore", "clip_cosine", "hpsv2")
+REWARDS = tuple(
+    override
+    for name in SCORERS
+    for override in (f"reward.functions.{name}=1", f"reward.{name}.model_path=asset:tiny_clip")
+)
+NO_CUSTOM = "reward.custom_reward_function.path=null"
+
+
+def test_a_resume_repeats_the_run_with_every_local_scorer(small_config: Callable[..., Any]) -> None:
+    """Two steps in one go, and one, then one more."""
+    auto = (*REWARDS, NO_CUSTOM, "trainer.resume_mode=auto", "trainer.save_freq=1", "data.val_files=null")
+    whole = FlowGRPOTrainer(small_config(*auto, folder="whole")).fit()
+    parts = small_config(*auto, folder="parts")
+    first = FlowGRPOTrainer(parts)
+    own = first.train_step
+
+    def end_after_one() -> Any:
+        if first.step == 1:
+            raise ConnectionError("power cut")
+        return own()
+
+    first.train_step = end_after_one
+    with pytest.raises(ConnectionError):
+        first.fit()
+    second = FlowGRPOTrainer(parts)
+    assert second.step == 1
+    found = untimed(second.fit().rows())
+    assert found == untimed(whole.rows())
+    adapters = [
+        load_file(folder / "lora" / "pytorch_lora_weights.safetensors") for folder in (whole.root, second.folder.root)
+    ]
+    assert all(torch.equal(value, adapters[1][name]) for name, value in adapters[0].items())
+    assert {f"reward/{name}" for name in SCORERS} <= found[-1].keys()
+    # PickScore is exp(logit_scale) / 26 of the cosine, and so is its mean.
+    scale = load_file(Path(resolve_asset("asset:tiny_clip")) / "model.safetensors")["logit_scale"].exp().item()
+    assert found[-1]["reward/pickscore"] == pytest.approx(found[-1]["reward/clip_cosine"] * scale / 26, rel=1e-5)
+    # At the network's own size nothing is resized, and the two preprocessings are one.
+    assert found[-1]["reward/hpsv2"] == pytest.approx(found[-1]["reward/clip_cosine"], abs=1e-5)
+
+
+def test_a_scorer_with_other_weights_is_not_resumed_with(small_config: Callable[..., Any], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(resolve_asset("asset:tiny_clip"), tmp_path / "clip"))
+    settings = (
+        *("reward.functions.clip_cosine=1", f"reward.clip_cosine.model_path={folder}", NO_CUSTOM),
+        *("trainer.resume_mode=auto", "trainer.save_freq=1", "data.val_files=null"),
+    )
+    FlowGRPOTrainer(small_config(*settings, "trainer.total_training_steps=1")).fit()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["visual_projection.weight"] *= 1.1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError,
+        match=r"step_1 was trained with other weights or another dtype of the reward 'clip_cosine' .*clip_cosine's set",
+    ):
+        FlowGRPOTrainer(small_config(*settings))
+    # Other rewards are another setting, which a run may go on with.
+    others = ("reward.functions.clip_cosine=0", "reward.functions.jpeg_compressibility=1")
+    assert FlowGRPOTrainer(small_config(*settings, *others)).step == 1

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 from tests_support import wait_until
 
+from flowgrpo_rc.processes import RemoteObject
 from flowgrpo_rc.rewards import OCRConfig, OCRReward, RewardConfig, RewardError, build_reward
 from flowgrpo_rc.rewards.mix import build_observers
 from flowgrpo_rc.rewards.workers import WorkerReward
 
 pytestmark = pytest.mark.process
+WAIT_S = 60
 WORDS = ["42", "7", "90", "13", "5", "61", "28"]
 PROMPTS = [f'the text "{word}"' for word in WORDS]
 
@@ -72,6 +75,16 @@ def test_a_worker_that_is_killed_is_an_error_of_the_reward() -> None:
     assert not any(map(alive, pids))
 
 
+def test_ctrl_c_ends_a_call_and_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for their answers would last as long as the call."""
+    reward = WorkerReward("ocr", OCRConfig(num_threads=1), 1, streams=True)
+    monkeypatch.setattr(RemoteObject, "call", lambda worker, *_, **__: worker.wait(WAIT_S))
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        reward(pictures(), PROMPTS)
+    assert not any(map(alive, reward.pids))
+
+
 def test_they_end_with_the_mix_of_validation_too() -> None:
     looking: dict[str, Any] = {"functions": {"jpeg_compressibility": 1.0}, "val_functions": {"ocr": True}}
     mix = build_observers(RewardConfig(num_workers=1, **looking))
@@ -85,6 +98,7 @@ def test_they_end_with_the_mix_of_validation_too() -> None:
 
 SCRIPT = """
 import sys, time
+from flowgrpo_rc.processes import RemoteObject
 from flowgrpo_rc.rewards import OCRConfig
 from flowgrpo_rc.rewards.workers import WorkerReward
 reward = WorkerReward("ocr", OCRConfig(num_threads=1), 1, True)
