@@ -55,10 +55,7 @@ def read_run(root: str | Path) -> Run:
         raise NotARunError(f"{root}: no such folder; give a run folder, e.g. outputs/PROJECT/EXPERIMENT")
     if not folder.metrics.is_file():
         raise NotARunError(f"{root}: not a run folder, it holds no metrics.jsonl; give the folder that a run writes")
-    try:
-        rows, broken = read_rows(folder.metrics)
-    except OSError as error:
-        raise NotARunError(f"{folder.metrics}: cannot be read ({one_line(error)}); repair or remove it") from error
+    rows, broken = read_rows(folder.metrics)
     if not rows:
         raise NotARunError(f"{folder.metrics}: no complete line in it; wait until a step is done")
     config, config_text = _config(folder.config)
@@ -84,11 +81,11 @@ def _config(path: Path) -> tuple[dict[str, Any] | None, str]:
     """``config.yaml`` and its text; None if there is no such file."""
     import yaml
 
-    if not path.exists():
-        return None, ""
     try:
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text)
+    except FileNotFoundError:
+        return None, ""
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise NotARunError(f"{path}: cannot be read ({one_line(error, 200)}); repair or remove it") from error
     if not isinstance(content, dict):
@@ -98,13 +95,14 @@ def _config(path: Path) -> tuple[dict[str, Any] | None, str]:
 
 def _probe(path: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
     """The result of a probe and no note, or None and why it was left out."""
-    if not path.is_file():
-        return None, ()
+    fault = "not what flowgrpo-rc probe writes"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        # Another tool's file of that name must not break the page.
+        if isinstance(content, dict) and {"steps", "overall", "advice"} <= content.keys():
+            return content, ()
+    except FileNotFoundError:
+        return None, ()
     except (OSError, ValueError) as error:
-        return None, (f"{path.name} was left out: {one_line(error, 200)}.",)
-    # Another tool's file of that name must not break the page.
-    if isinstance(content, dict) and {"steps", "overall", "advice"} <= content.keys():
-        return content, ()
-    return None, (f"{path.name} was left out: not what flowgrpo-rc probe writes.",)
+        fault = one_line(error, 200)
+    return None, (f"{path.name} was left out: {fault}.",)

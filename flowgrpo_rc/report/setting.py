@@ -1,33 +1,30 @@
 """The kind of run, in words: headline, progress, and the settings that matter for the gap."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from flowgrpo_rc.report.finding import OK, WATCH, Finding, number, worst
+from flowgrpo_rc.report.finding import PROBLEM, WATCH, Finding, number, worst
 from flowgrpo_rc.report.history import LOSS, ROLLOUT, History, finite
+
+UNFINISHED = "running or interrupted"
 
 
 def headline(findings: Sequence[Finding], history: History) -> str:
-    """The verdict in a few words."""
+    """The verdict in a few words, on findings of which the worst come first."""
     level = worst(findings)
     count = sum(f.level == level for f in findings)
-    if level == OK and not history.trained:
-        return "Nothing to judge yet"
-    # A healthy beginning is no healthy run.
-    if level == OK and unfinished(history):
-        return f"Healthy so far, {progress(history).partition(',')[0]}"
-    if level == OK:
-        return f"Healthy: nothing to do in {count} {'check' if count == 1 else 'checks'}"
+    reached, _, state = progress(history).partition(", ")
+    if level == PROBLEM:
+        more = f" and {count - 1} more" if count > 1 else ""
+        return f"Problem: {findings[0].title.lower()}{more}"
     if level == WATCH:
         return f"Watch: {count} of {len(findings)} checks left the healthy range"
-    first = next(f for f in findings if f.level == level)
-    more = f" and {count - 1} more" if count > 1 else ""
-    return f"Problem: {first.title.lower()}{more}"
-
-
-def unfinished(history: History) -> bool:
-    """Return true if more steps are configured than logged."""
-    total = finite(history.setting("trainer.total_training_steps"))
-    return total is not None and history.steps[-1] < total
+    if not history.trained:
+        return "Nothing to judge yet"
+    # A healthy beginning is no healthy run.
+    if state == UNFINISHED:
+        return f"Healthy so far, {reached}"
+    return f"Healthy: nothing to do in {count} {'check' if count == 1 else 'checks'}"
 
 
 def progress(history: History) -> str:
@@ -36,29 +33,33 @@ def progress(history: History) -> str:
     total = finite(history.setting("trainer.total_training_steps"))
     if total is None:
         return f"step {last}"
-    return f"step {last} of {total:.0f}" + (", running or interrupted" if unfinished(history) else ", finished")
+    return f"step {last} of {total:.0f}, {UNFINISHED if last < total else 'finished'}"
 
 
 def settings(history: History) -> list[tuple[str, str]]:
     """Names and values: engine, actor, batch, correction. Empty without a configuration."""
     if history.config is None:
         return []
-    quantized = history.setting(f"{ROLLOUT}.quantization")
-    lag = history.staleness
+
+    def rollout(key: str) -> Any:
+        return history.setting(f"{ROLLOUT}.{key}")
+
+    engine = f"{rollout('name')} in {rollout('dtype')}"
+    if quantized := rollout("quantization"):
+        engine += f", {quantized}-rounded weights"
+    if history.staleness:
+        engine += f", adapter {history.staleness} batches old"
     mode = history.setting(f"{LOSS}.loss_mode", "")
-    engine = f"{history.setting(f'{ROLLOUT}.name')} in {history.setting(f'{ROLLOUT}.dtype')}"
-    engine += f", {quantized}-rounded weights" if quantized else ""
-    engine += f", adapter {lag} batches old" if lag else ""
     actor = f"{history.setting('actor_rollout_ref.model.dtype')}, {mode}, {_limit(history)}"
     if history.setting("actor_rollout_ref.actor.detach_unconditional", False) is True:
         actor += ", no gradient through the unconditional half"
-    return [
-        ("Model", f"{history.setting('actor_rollout_ref.model.path')}"),
-        ("Engine", engine),
-        ("Actor", actor),
-        ("Batch", _batch(history)),
-        *_correction(history),
-    ]
+    prompts = history.setting("data.train_batch_size")
+    mini = history.setting("actor_rollout_ref.actor.ppo_mini_batch_size")
+    batch = f"{prompts} prompts x {rollout('n')} images, mini-batches of {mini} prompts; "
+    batch += f"{rollout('algo.sde_window_size')} of {rollout('pipeline.num_inference_steps')} steps are "
+    batch += f"{rollout('algo.sde_type')}"
+    model = f"{history.setting('actor_rollout_ref.model.path')}"
+    return [("Model", model), ("Engine", engine), ("Actor", actor), ("Batch", batch), *_correction(history)]
 
 
 def _limit(history: History) -> str:
@@ -70,16 +71,6 @@ def _limit(history: History) -> str:
     if history.setting(f"{LOSS}.clip_ratio") == "auto":
         return f"clip_ratio auto, now {number(width)}" if width else "clip_ratio auto"
     return f"clip_ratio {number(width)}" if width else "no clip_ratio"
-
-
-def _batch(history: History) -> str:
-    prompts = history.setting("data.train_batch_size")
-    images = history.setting(f"{ROLLOUT}.n")
-    mini = history.setting("actor_rollout_ref.actor.ppo_mini_batch_size")
-    window = history.setting(f"{ROLLOUT}.algo.sde_window_size")
-    steps = history.setting(f"{ROLLOUT}.pipeline.num_inference_steps")
-    sde = history.setting(f"{ROLLOUT}.algo.sde_type")
-    return f"{prompts} prompts x {images} images, mini-batches of {mini} prompts; {window} of {steps} steps are {sde}"
 
 
 def _correction(history: History) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from flowgrpo_rc.report.finding import number
@@ -37,15 +38,13 @@ class KeyNumber:
 def key_numbers(history: History) -> list[KeyNumber]:
     """The key numbers that the run still logs, in the panels' order."""
     found = []
-    for panel in logged_panels(history):
-        for line, series in panel.logged(history):
-            if not line.key or series.now_from is None:
-                continue
+    logged = ((panel, *pair) for panel in logged_panels(history) for pair in panel.logged(history))
+    for panel, line, series in logged:
+        if line.key and series.now_from is not None:
             # Single training batches differ too much to compare; validations repeat their prompts.
             count = 1 if series.metric.startswith("val/") else max(1, min(WINDOW, len(series) // 3))
-            first = series.part(0, count)
-            last = series.part(-count, len(series))
-            found.append(KeyNumber(line.spoken, first.mean, last.mean, panel.scale == "share"))
+            first, last = (fmean(values) for values in (series.values[:count], series.values[-count:]))
+            found.append(KeyNumber(line.spoken, first, last, panel.scale == "share"))
     return found
 
 

@@ -55,7 +55,7 @@ def passes_of(folder, name):
 
 
 EVERYTHING = PLAIN | {"recompute": True, "reference": True, "accumulates": True}
-DEPTHS = [(name, EVERYTHING) for name in TINY if name not in VARIANTS] + [("qwen_image", PLAIN | {"detached": True})]
+DEPTHS = [(name, EVERYTHING) for name in TINY if name not in VARIANTS] + [("stable_diffusion_3", PLAIN | {"detached": True})]
 
 
 @pytest.mark.parametrize(("name", "how"), DEPTHS)
@@ -96,7 +96,7 @@ class Counted(TorchFunctionMode):
         return out
 
 
-@pytest.mark.parametrize(("name", "recompute"), [*((name, False) for name in TINY), ("qwen_image", True)])
+@pytest.mark.parametrize(("name", "recompute"), [*((name, False) for name in TINY), ("stable_diffusion_3", True)])
 def test_a_real_step_has_the_living_bytes_and_operations_of_the_fake_one(name, recompute, tmp_path):
     """Tensor for tensor: the same operations allocate the same storages, whatever they hold."""
     pipe = TINY[name].build()
