@@ -132,11 +132,3 @@ def test_every_documented_metric_is_logged(documented, logged):
 def test_a_metric_has_one_row(documented, logged):
     for name in logged:
         assert len([row for row, p in documented.items() if p.fullmatch(name)]) == 1, name
-
-
-def test_a_row_is_told_from_its_neighbours(documented):
-    assert documented["reward/{reward}"].fullmatch("reward/ocr")
-    assert not documented["reward/{reward}"].fullmatch("reward/std")
-    assert documented["rollout_corr/kl"].fullmatch("actor/rollout_corr/kl")
-    assert not documented["rollout_corr/kl"].fullmatch("rollout_corr/k3_kl")
-    assert not documented["actor/pg_clipfrac"].fullmatch("actor/pg_clipfrac_new")

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import diffusers
 import pytest
 import torch
-from doc_page import DOCS, assert_shown, blocks, run_page
+from doc_page import DOCS, assert_shown, run_page
 
 from flowgrpo_rc import FlowGRPOConfig, diffusion_loss
 from flowgrpo_rc.correction import plan
@@ -65,12 +65,6 @@ def test_output_is_compared_number_by_number():
     for printed in ("gap 0.24 in 25 checks\nabc 1.5e-04", "gap 0.22 in 26 checks\nabc 1.5e-04", "gap 0.22"):
         with pytest.raises(AssertionError, match="page shows"):
             assert_shown(shown, printed, "page")
-
-
-def test_blocks_have_their_lines():
-    first = blocks("quickstart.md")[0]
-    assert (first.language, first.title) == ("bash", None)
-    assert first.text.startswith("pip install")
 
 
 def test_every_test_that_a_page_names_exists():

@@ -55,7 +55,9 @@ def passes_of(folder, name):
 
 
 EVERYTHING = PLAIN | {"recompute": True, "reference": True, "accumulates": True}
-DEPTHS = [(name, EVERYTHING) for name in TINY if name not in VARIANTS] + [("stable_diffusion_3", PLAIN | {"detached": True})]
+DEPTHS = [(name, EVERYTHING) for name in TINY if name not in VARIANTS] + [
+    ("stable_diffusion_3", PLAIN | {"detached": True})
+]
 
 
 @pytest.mark.parametrize(("name", "how"), DEPTHS)

@@ -21,9 +21,6 @@ def without(made, *names, after=0):
     return [{n: v for n, v in row.items() if n not in names or row["step"] <= after} for row in made]
 
 
-# ---------------------------------------------------------------------- now
-
-
 def test_what_stopped_being_logged_is_not_judged():
     """As after a resume with other settings."""
     made = rows(40, **{"rollout_corr__rollout_rs_masked_fraction": 0.9})
@@ -60,9 +57,6 @@ def test_the_window_is_in_training_steps():
     assert found(validated, settings(), "clip_first").steps == (31 - WINDOW, 30)
 
 
-# ---------------------------------------------------------------------- held-out rewards
-
-
 @pytest.mark.parametrize("count", [4, 11, 51])
 def test_a_plateau_of_held_out_rewards_is_no_fall(count):
     """Evaluations that scatter by .1 of a batch's standard deviation, around one value."""
@@ -73,20 +67,14 @@ def test_a_plateau_of_held_out_rewards_is_no_fall(count):
     assert problems < 0.02 * runs
 
 
-# ---------------------------------------------------------------------- settings
-
 CLIPPING = {"clip_first", "clip_fraction", "clip_inert"}
 AT_THE_ENGINE = {"gap_vs_clip", "gap_timestep", "staleness"}
 
 
-@pytest.mark.parametrize(
-    ("mode", "checked"),
-    [
-        ("flow_grpo", CLIPPING | AT_THE_ENGINE | {"policy_shift"}),
-        ("grpo_guard", CLIPPING),
-        ("flow_dppo", set()),
-    ],
-)
+MODES = {"flow_grpo": CLIPPING | AT_THE_ENGINE | {"policy_shift"}, "grpo_guard": CLIPPING, "flow_dppo": set()}
+
+
+@pytest.mark.parametrize(("mode", "checked"), MODES.items())
 def test_loss_modes(mode, checked):
     names = {f.check for f in check_health(rows(), settings(**{f"{LOSS}__loss_mode": mode}))}
     assert names & (CLIPPING | AT_THE_ENGINE | {"policy_shift"}) == checked
@@ -111,12 +99,6 @@ def test_the_band_after_a_fall_back_is_the_lowest():
     assert History(made, settings(**AUTO)).clip_width == pytest.approx(5e-3)
     fled = rows(actor__clip_ratio_auto_mean=5e-3, guard__fallback=1.0)
     assert History(fled, settings(**AUTO)).clip_width == 1e-4
-
-
-def test_a_number_as_text_is_a_clip_ratio():
-    """YAML reads ``1e-3`` as text."""
-    assert History(rows(1), settings(**{f"{LOSS}__clip_ratio": "1e-3"})).clip_width == 1e-3
-    assert History(rows(1), settings(**{f"{LOSS}__clip_ratio": "wide"})).clip_width is None
 
 
 def panel(title, history):
@@ -175,9 +157,6 @@ def test_by_timestep_sizes_are_drawn_and_neither_nats_nor_a_signed_mean():
     assert says == "rollout_sync/engine_gap_abs_mean over the last 10 steps: 4e-4 at 2, 2e-4 at 1"
 
 
-# ---------------------------------------------------------------------- NaN
-
-
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", None, float("nan")])
 def test_not_finite_in_any_spelling(value):
     made = rows(5)
@@ -185,9 +164,6 @@ def test_not_finite_in_any_spelling(value):
     finding = found(made, settings(), "log")
     assert (finding.level, finding.metric) == ("problem", "reward/mean")
     assert found([{**row, "note": "inf", "flag": None} for row in rows(5)], settings(), "log").level == "ok"
-
-
-# ---------------------------------------------------------------------- what is said
 
 
 def test_an_unfinished_run_is_healthy_so_far(tmp_path, capsys):

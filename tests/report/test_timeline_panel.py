@@ -66,20 +66,19 @@ def test_the_panel_says_and_draws_them(tmp_path):
         assert (np.abs(pixels.astype(int) - expected).max(1) <= 2).sum() > 100, colour
 
 
-def test_without_engines_the_stages_stand_on_the_page_alone(tmp_path):
+def test_without_engines_the_stages_stand_on_the_page_alone():
     found, made = panel([line(1, engines=False)])
     assert found.words(made) == "steps 1-1 in 10 s; the trainer was in rollout 20% of the time and was in update 70%"
-    assert "timeline.png" not in [path.name for path in write_plots(made, tmp_path)]
+    assert not found.file
     assert panel([])[0] is None
 
 
-def test_many_engines_and_long_names_stay_within_the_picture(tmp_path):
+def test_many_engines_stay_within_the_picture():
     many = line(1)
     many["engines"] = {f"{i:02} on a machine with a very long name indeed": [["lost", 1, 2, 1, 0]] for i in range(15)}
     found, made = panel([many])
+    assert found.words(made).count("00 on a machine with a ve... drew") == 1
     assert found.words(made).count(" drew ") == 12
-    write_plots(made, tmp_path)
-    assert (tmp_path / "timeline.png").is_file()
 
 
 def test_the_page_shows_the_timeline_of_a_run_folder(tmp_path):
@@ -105,34 +104,25 @@ def waiting(busy, waits, reward=0.0, **changes):
     return WAITING_CHECK.run(History(made, settings(**changes)))
 
 
+SLOW_REWARD = "The trainer waits for rewards (3 s a step) longer than it learns (2 s): have a server"
+
+
 @pytest.mark.parametrize(
-    ("busy", "waits", "changes", "level", "value", "advice"),
+    ("busy", "waits", "reward", "changes", "level", "value", "advice"),
     [
-        (0.85, 0.1, AHEAD, OK, 0.15, "Give the trainer some"),
-        (0.4, 0.1, AHEAD, WATCH, 0.6, "Give the trainer some of the engines' GPUs"),
-        (0.9, 0.7, AHEAD, WATCH, 0.7, "Give the engines more GPUs"),
-        (0.6, 0.55, {}, WATCH, 0.55, "Set rollout.ahead=1"),
-        (0.3, 0.4, {}, WATCH, 0.7, "Set rollout.ahead=1"),
+        (0.85, 0.1, 0.0, AHEAD, OK, 0.15, "Give the trainer some"),
+        (0.4, 0.1, 1.9, AHEAD, WATCH, 0.6, "Give the trainer some of the engines' GPUs"),
+        (0.4, 0.1, 3.0, AHEAD, WATCH, 0.6, SLOW_REWARD),
+        (0.9, 0.7, 3.0, AHEAD, WATCH, 0.7, "Give the engines more GPUs"),
+        (0.6, 0.55, 0.0, {}, WATCH, 0.55, "Set rollout.ahead=1"),
+        (0.3, 0.4, 3.0, {}, WATCH, 0.7, "Set rollout.ahead=1"),
     ],
 )
-def test_who_waits_for_whom_and_what_to_do(busy, waits, changes, level, value, advice):
-    found = waiting(busy, waits, **changes)
+def test_who_waits_for_whom_and_what_to_do(busy, waits, reward, changes, level, value, advice):
+    found = waiting(busy, waits, reward, **changes)
     assert (found.level, found.value) == (level, pytest.approx(value))
     assert found.advice.startswith(advice)
     assert f"engines were idle {1 - busy:.0%} of the time, the trainer waited for images {waits:.0%}" in found.measured
-
-
-@pytest.mark.parametrize(
-    ("busy", "waits", "reward", "changes", "advice"),
-    [
-        (0.4, 0.1, 3.0, AHEAD, "The trainer waits for rewards (3 s a step) longer than it learns (2 s): have a server"),
-        (0.4, 0.1, 1.9, AHEAD, "Give the trainer some of the engines' GPUs"),
-        (0.9, 0.7, 3.0, AHEAD, "Give the engines more GPUs"),
-        (0.4, 0.1, 3.0, {}, "Set rollout.ahead=1"),
-    ],
-)
-def test_slow_rewards_are_told_from_a_trainer_that_is_slow(busy, waits, reward, changes, advice):
-    assert waiting(busy, waits, reward, **changes).advice.startswith(advice)
 
 
 def test_waits_are_judged_with_engines_elsewhere_and_after_some_steps_alone():
