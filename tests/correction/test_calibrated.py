@@ -6,11 +6,9 @@ from torch.testing import assert_close
 
 from flowgrpo_rc import DiffusionActorConfig, apply_rollout_correction_to_diffusion_batch, diffusion_loss
 from flowgrpo_rc.correction import (
-    MetricAccumulator,
     RolloutCorrectionConfig,
     compute_rollout_correction,
     compute_rollout_correction_and_rejection_mask,
-    explain,
 )
 from flowgrpo_rc.correction.numerics.rejection import row_statistic
 from flowgrpo_rc.correction.plan import RS_OPTIONS
@@ -83,33 +81,6 @@ def test_one_bound_for_all_is_a_number(option, bound, masked):
         assert auto.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-12), name
 
 
-def test_parts_add_up_to_the_whole():
-    l, bounds = gaps(), torch.linspace(2e-4, 1e-3, 40)  # noqa: E741
-    timesteps = torch.tensor([900.0, 800.0, 700.0]).expand(40, 3)
-    zeros = torch.zeros_like(l)
-    whole = compute_rollout_correction(l, zeros, config=config(), rs_bounds=bounds, timesteps=timesteps)
-    merged = MetricAccumulator()
-    for rows in torch.arange(40).split(7):
-        part = (l[rows], zeros[rows])
-        merged.add(
-            compute_rollout_correction(*part, config=config(), rs_bounds=bounds[rows], timesteps=timesteps[rows])
-        )
-    assert merged.compute() == pytest.approx(whole.metrics)
-    assert whole.metrics["rollout_corr/logprob_abs_diff/ts_800"] == pytest.approx(float(l[:, 1].abs().mean()))
-
-
-def test_rows_without_a_valid_element_are_left_out():
-    l, bounds = gaps(4), torch.tensor([1e-3, 2e-3, 1e-3, 3e-3])  # noqa: E741
-    mask = torch.tensor([[1, 1, 1], [0, 0, 0], [1, 0, 0], [1, 1, 1]])
-    l[1] = torch.nan
-    result = compute_rollout_correction(l, torch.zeros_like(l), mask, config=config(), rs_bounds=bounds)
-    assert result.mask.dtype == mask.dtype
-    assert result.mask[1].sum() == 0
-    assert (result.weights[1] == 0).all()
-    with pytest.raises(ValueError, match="no valid element"):
-        compute_rollout_correction(l, l, torch.zeros_like(mask), config=config(), rs_bounds=bounds)
-
-
 @pytest.mark.parametrize("bypass", [True, False])
 def test_the_batchs_bounds_reach_the_loss(bypass):
     """Decoupled: through the batch function. Bypass: in the loss, from the ratio to the rollout."""
@@ -150,33 +121,16 @@ def test_errors_name_what_is_missing():
         config("seq_mean_k1,seq_max_k2", "auto,0.1")
     with pytest.raises(ValueError, match="have no common mean"):
         config(rollout_is_batch_normalize=True)
-    for name, value in (("share", 0.0), ("share", 1.0), ("min", -1.0), ("max", 1e-9), ("share", float("nan"))):
+    for name, value in (
+        ("share", 0.0),
+        ("share", 1e-5),
+        ("share", 1.0),
+        ("min", -1.0),
+        ("max", 1e-9),
+        ("share", float("nan")),
+    ):
         with pytest.raises(ValueError, match=f"rollout_rs_auto_{name}"):
             config(**{f"rollout_rs_auto_{name}": value})
-
-
-def test_it_is_explained():
-    text = explain(config()).text
-    assert "beyond what the measured gap of their timesteps explains (auto)" in text
-    assert not any("never bind" in warning for warning in explain(config()).warnings)
-
-
-def test_a_non_finite_log_prob_is_named_by_its_own_row():
-    """Rows are corrected in groups of one bound; the error counts and places it in the whole batch."""
-    l = gaps(20)  # noqa: E741
-    l[15, 2] = float("nan")
-    bounds = torch.where(torch.arange(20) % 2 == 0, 0.1, 0.2)
-    with pytest.raises(ValueError, match=r"1 of 60 positions .* the first is \(15, 2\)"):
-        compute_rollout_correction(l, torch.zeros_like(l), config=config(), rs_bounds=bounds)
-    column = l[:, 2].contiguous()
-    with pytest.raises(ValueError, match=r"1 of 20 positions .* the first is \(15, 0\)"):
-        compute_rollout_correction(column, torch.zeros_like(column), config=config(), rs_bounds=bounds)
-
-
-def test_a_share_too_small_to_be_measured_is_refused():
-    assert config(rollout_rs_auto_share=1e-4).rollout_rs_auto_share == 1e-4
-    with pytest.raises(ValueError, match=r"rollout_rs_auto_share must be at least 0\.0001, got 1e-05"):
-        config(rollout_rs_auto_share=1e-5)
 
 
 @pytest.mark.gpu

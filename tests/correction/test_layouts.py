@@ -88,11 +88,3 @@ def test_tensors_on_two_devices_are_refused():
         compute_rollout_correction(p, q.to("meta"), mask, config=CONFIG)
     with pytest.raises(ValueError, match="but mask is on meta"):
         compute_rollout_correction(p, q, mask.to("meta"), config=CONFIG)
-
-
-def test_an_infinite_mask_value_leaves_with_its_element():
-    p, q, _ = reference.random_case(3, 6, 2, dtype=torch.float32)
-    mask = torch.full(p.shape, math.inf)
-    q[0] = p[0] - 5.0
-    config = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.1_10")
-    assert compute_rollout_correction(p, q, mask, config=config).mask[0].tolist() == [0.0, 0.0]
