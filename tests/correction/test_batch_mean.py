@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from flowgrpo_rc.correction import (
-    MetricAccumulator,
-    RolloutCorrectionConfig,
-    compute_rollout_correction,
     compute_rollout_correction_and_rejection_mask,
 )
 
@@ -68,18 +65,6 @@ def test_mixed_weights_against_loops(centre, dtype, masked, level):
     expected = _oracle(l, level, mask, upper=2.0)
     relative = 5 * FLOAT32 if dtype is torch.float32 else 1e-12
     assert result.metrics[FACTOR] == pytest.approx(expected, rel=relative, abs=0)
-
-
-@pytest.mark.parametrize("centre", [-14.0, -3.0, 0.0])
-def test_merged_micro_batches_report_the_same(centre):
-    g = torch.Generator().manual_seed(4)
-    l = centre + 0.5 * torch.randn(12, 3, generator=g)  # noqa: E741
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=4.0, rollout_is_batch_normalize=True)
-    merged = MetricAccumulator()
-    for part in l.split(5):
-        merged.add(compute_rollout_correction(part, torch.zeros_like(part), config=config))
-    expected = _oracle(l, "token", torch.ones_like(l, dtype=torch.bool), upper=4.0)
-    assert merged.compute()[FACTOR] == pytest.approx(expected, rel=5 * FLOAT32, abs=0)
 
 
 @pytest.mark.parametrize("level", LEVELS)

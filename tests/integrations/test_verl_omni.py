@@ -64,9 +64,14 @@ def test_importing_replaces_the_functions_everywhere(omni):
     assert trainer.apply_bypass_mode_to_diffusion_batch is drop_in.apply_bypass_mode_to_diffusion_batch
     name = "compute_rollout_correction_and_rejection_mask"
     assert getattr(losses, name) is getattr(drop_in, name)
-    assert len(drop_in.installed.places) == 6
+    places = drop_in.installed.places
+    assert len(places) == 6
+    assert drop_in.install() is drop_in.installed  # which did it already
+    assert drop_in.installed.places == places
     drop_in.installed.undo()
     assert home.rollout_correction_enabled({}) == "rollout_correction_enabled"
+    assert drop_in.install().places == places
+    drop_in.installed.undo()
     assert losses.compute_rollout_correction_and_rejection_mask() == "verl's"
 
 
@@ -232,19 +237,6 @@ def test_diagnostics_of_a_batch(omni):
     assert metrics["rollout_corr/logprob_abs_diff/ts_900"] == pytest.approx(-float(torch.tensor(0.55).log()) / 3)
     assert of_batch(proto, bypass_mode=True) == {}
     assert of_batch(Proto({"old_log_probs": torch.zeros(2, 2)}), bypass_mode=False) == {}
-
-
-def test_install_stands_beside_the_import(omni):
-    drop_in, home, _, losses = omni
-    places = drop_in.installed.places
-    assert drop_in.install() is drop_in.installed
-    assert drop_in.installed.places == places
-    drop_in.installed.undo()
-    assert home.rollout_correction_enabled({}) == "rollout_correction_enabled"
-    assert drop_in.install().places == places
-    assert home.rollout_correction_enabled is drop_in.rollout_correction_enabled
-    drop_in.installed.undo()
-    assert losses.compute_rollout_correction_and_rejection_mask() == "verl's"
 
 
 @pytest.mark.parametrize(

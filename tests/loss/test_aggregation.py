@@ -66,19 +66,6 @@ def test_cuts_between_sequences_add_up(mode):
         assert sum(count(part, mode) for _, part in parts) == count(keep, mode)
 
 
-def test_longer_padding_changes_the_norm_mode_alone():
-    """Unless the factor is given: that is what it is for."""
-    pad = torch.nn.functional.pad
-    for mode in AGGREGATIONS:
-        for factor in (None, 5.0):
-            short, long = (
-                aggregate(LOSS, KEEP, mode, factor),
-                aggregate(pad(LOSS, (0, 4)), pad(KEEP, (0, 4)), mode, factor),
-            )
-            halved = mode.endswith("norm") and factor is None
-            assert_close(long, short / 2 if halved else short)
-
-
 # ---------------------------------------------------------------- configuration
 
 
