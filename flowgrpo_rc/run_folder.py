@@ -86,19 +86,18 @@ class RunFolder:
                 if fresh and folder.is_used():
                     continue
                 folder.lock = RunLock(folder.root)
+                if not fresh or not folder.is_used():
+                    break
+                folder.lock.release()  # another run began and ended there in between
             except RunFolderInUseError:
-                if fresh:
-                    continue
-                raise
+                if not fresh:
+                    raise
             except OSError as error:
                 raise ValueError(
                     f"{field}: {folder.root} cannot be a run folder ({reason(error)}: "
                     f"{error.filename or folder.root}); give a folder that can be written"
                 ) from error
-            if not fresh or not folder.is_used():
-                return folder
-            folder.lock.release()  # another run began and ended there in between
-        raise AssertionError("unreachable")
+        return folder
 
     def close(self) -> None:
         """Release the lock."""
@@ -114,8 +113,6 @@ class RunFolder:
         """True if an earlier run has left records here."""
         return any(_has_content(self.root / name) for name in RECORDS)
 
-    # ------------------------------------------------------------------ writing
-
     def write_config(self, config: dict[str, Any]) -> list[str]:
         """Write the resolved configuration; returns the names of an earlier, different one that was moved aside.
 
@@ -126,15 +123,10 @@ class RunFolder:
 
         text = OmegaConf.to_yaml(OmegaConf.create(config)).encode("utf-8", "backslashreplace")
         moved: list[str] = []
-
-        def write(temporary: Path) -> None:
-            temporary.write_bytes(text)
-            # The old file is moved only now that a new one exists.
-            if _has_content(self.config) and self.config.read_bytes() != text:
-                moved.extend(self.set_aside((self.config.name,), self.next_number()))
-
         try:
-            write_whole(self.config, write)
+            if _has_content(self.config) and self.config.read_bytes() != text:
+                moved = self.set_aside((self.config.name,), self.next_number())
+            write_whole(self.config, lambda temporary: temporary.write_bytes(text))
         except OSError as error:
             raise RunFolderError(f"{self.config} cannot be written: {reason(error)}") from error
         return moved
@@ -168,8 +160,6 @@ class RunFolder:
             os.replace(temporary, target)
         return moved
 
-    # ------------------------------------------------------------------ reading
-
     def rows(self) -> list[dict[str, Any]]:
         """All complete lines of ``metrics.jsonl``, without one that a kill cut off."""
         return read_rows(self.metrics)[0] if self.metrics.is_file() else []
@@ -182,8 +172,6 @@ class RunFolder:
         """The sample grids by their step, in order."""
         grids = [grid for grid in self.samples.glob("step_*.png") if grid.stem[5:].isdecimal()]
         return dict(sorted((int(grid.stem[5:]), grid) for grid in grids))
-
-    # ------------------------------------------------------------------ moving aside
 
     def next_number(self) -> int:
         """The number for the next records to be moved aside: one more than the largest in use."""
@@ -217,8 +205,7 @@ class RunFolder:
         number = self.next_number() if number is None else number
         moved = []
         for folder, what in ((self.samples, "sample grid(s)"), (self.profile, "file(s) of profiles")):
-            numbered = [(_step_of(file), file) for file in folder.glob("step_*")]
-            later = [file for number_of_file, file in numbered if number_of_file is not None and number_of_file > step]
+            later = [file for file in folder.glob("step_*") if (m := _NUMBERED.match(file.name)) and int(m[1]) > step]
             if later:
                 aside = folder.with_name(f"{folder.name}.{number}")
                 aside.mkdir(exist_ok=True)
@@ -227,12 +214,16 @@ class RunFolder:
                 moved.append(f"{len(later)} {what} of later steps to {aside.name}/")
         for file in (self.timeline, self.metrics):
             lines = file.read_bytes().split(b"\n") if file.is_file() else []
-            lines = [line + b"\n" for line in lines if line.strip()]
-            removed = [line for line in lines if not _is_row_until(line, step)]
+            kept = []
+            removed = []
+            for line in filter(bytes.strip, lines):
+                row_step = (_row(line) or {}).get("step")
+                stays = type(row_step) is int and row_step <= step
+                (kept if stays else removed).append(line + b"\n")
             if removed:
                 aside = file.with_name(f"{file.stem}.{number}{file.suffix}")
                 write_durably(aside, b"".join(removed))
-                write_durably(file, b"".join(line for line in lines if _is_row_until(line, step)))
+                write_durably(file, b"".join(kept))
                 moved.append(f"{len(removed)} line(s) of {file.name} to {aside.name}")
         return moved
 
@@ -250,7 +241,7 @@ def _append(path: Path, row: dict[str, Any]) -> None:
                 written = 0
                 while written < len(line):  # a nearly full disk takes a part
                     written += handle.write(line[written:]) or 0
-                sync(handle.fileno())
+                _sync(handle.fileno())
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(handle.fileno(), size)
@@ -266,21 +257,12 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     return [row for row in rows if row], rows.count(None)
 
 
-def sync(descriptor: int) -> None:
-    """``fsync`` of an open file; files that cannot be synced (a pipe, ``/dev/null``) are skipped.
+def sync_path(path: Path) -> None:
+    """``fsync`` of a closed file, or of a folder's list of names where the system can do that.
 
     Raises:
         OSError: the disk does not take the bytes.
     """
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
-            raise
-
-
-def sync_path(path: Path) -> None:
-    """``fsync`` of a closed file, or of a folder's list of names where the system can do that."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:  # Windows opens no folders
@@ -288,9 +270,17 @@ def sync_path(path: Path) -> None:
             return
         raise
     try:
-        sync(descriptor)
+        _sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # a pipe or ``/dev/null`` cannot be synced
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+            raise
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -336,11 +326,6 @@ def _has_content(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
-def _step_of(file: Path) -> int | None:
-    match = _NUMBERED.match(file.name)
-    return None if match is None else int(match[1])
-
-
 def _row(line: str | bytes) -> dict[str, Any] | None:
     """The row of a line; ``None`` if it is malformed."""
     try:
@@ -348,8 +333,3 @@ def _row(line: str | bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
-
-
-def _is_row_until(line: bytes, step: int) -> bool:
-    number = (_row(line) or {}).get("step")
-    return type(number) is int and number <= step

@@ -7,9 +7,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from filelock import BaseFileLock, FileLock, Timeout
-
-from flowgrpo_rc.messages import reason
+from filelock import FileLock, Timeout
 
 LOCK_FILE = ".lock"
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -36,14 +34,35 @@ class RunLock:
         self.problem: str | None = None
         """The reason why this file system cannot lock; ``None`` where it can."""
         self._made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-        """Folders that are made for the lock, innermost first."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _file_lock(self.path)
         try:
-            self._acquire()
-        except BaseException:
-            self._remove_folders()
-            raise
+            # Without flock filelock would otherwise keep a marker file, which a killed run leaves behind.
+            # For all threads: a trainer may be made in one thread and fitted in another.
+            self._lock = FileLock(self.path, timeout=0, thread_local=False, fallback_to_soft=False)
+        except TypeError:  # older versions, which keep no marker
+            self._lock = FileLock(self.path, timeout=0, thread_local=False)
+        try:
+            try:
+                self._lock.acquire()
+            except Timeout:
+                gc.collect()  # an earlier run of this process that nobody refers to any more may still hold it
+                self._lock.acquire()
+        except Timeout:
+            holder = "another process"
+            with suppress(OSError):
+                holder = self.path.read_text(errors="replace").strip() or holder
+            raise RunFolderInUseError(
+                f"run folder {folder} is in use by {holder}; two runs in one folder would mix. Wait for that one or "
+                "end it, or give this run a folder of its own: trainer.default_local_dir=... or "
+                "trainer.resume_mode=disable"
+            ) from None
+        except (OSError, NotImplementedError) as error:  # older versions of filelock raise the latter
+            if isinstance(error, OSError) and error.errno not in _NOT_SUPPORTED:
+                raise
+            self.problem = getattr(error, "strerror", None) or str(error)
+            return
+        with suppress(OSError):  # a full disk takes no text, and the lock holds without
+            self.path.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n")
 
     def release(self) -> None:
         """Release the lock; harmless when done before."""
@@ -55,47 +74,6 @@ class RunLock:
     def abandon(self) -> None:
         """Release the lock, and remove the folders that were made for it if nothing was put there."""
         self.release()
-        self._remove_folders()
-
-    def _acquire(self) -> None:
-        try:
-            try:
-                self._lock.acquire()
-            except Timeout:
-                gc.collect()  # an earlier run of this process that nobody refers to any more may still hold it
-                self._lock.acquire()
-        except Timeout:
-            raise RunFolderInUseError(
-                f"run folder {self.path.parent} is in use by {self._holder()}; two runs in one folder would mix. Wait "
-                "for that one or end it, or give this run a folder of its own: trainer.default_local_dir=... or "
-                "trainer.resume_mode=disable"
-            ) from None
-        except NotImplementedError as error:  # without flock, in older versions of filelock
-            self.problem = str(error)
-            return
-        except OSError as error:
-            if error.errno not in _NOT_SUPPORTED:
-                raise
-            self.problem = reason(error)
-            return
-        with suppress(OSError):  # a full disk takes no text, and the lock holds without
-            self.path.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n")
-
-    def _holder(self) -> str:
-        with suppress(OSError):
-            return self.path.read_text(errors="replace").strip() or "another process"
-        return "another process"
-
-    def _remove_folders(self) -> None:
         for folder in self._made:
             with suppress(OSError):  # something else was put there
                 folder.rmdir()
-
-
-def _file_lock(path: Path) -> BaseFileLock:
-    """A lock by flock, for all threads: a trainer may be made in one thread and fitted in another."""
-    try:
-        # Without flock filelock would otherwise keep a marker file, which a killed run leaves behind.
-        return FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
-    except TypeError:  # older versions, which keep no marker
-        return FileLock(path, timeout=0, thread_local=False)

@@ -15,6 +15,7 @@ import random
 import re
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flowgrpo_rc.messages import one_line
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
 STATE_FILE = "trainer_state.json"
 TENSOR_FILE = "optimizer.pt"
 _FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
-_REMOVING = ".removing"
-"""Suffix of a checkpoint that is being removed, so that a kill leaves no partial one under its own name."""
 AFRESH = "use trainer.resume_mode=disable to start afresh"
 
 
@@ -107,45 +107,32 @@ def resume_run(
     Raises:
         CheckpointError: see ``checkpoint_to_resume`` and ``load_run``; nothing on the disk was changed.
     """
-    source = _on_all_processes(run.accelerator, lambda: checkpoint_to_resume(run.config.trainer, store, alert))
+    from accelerate.utils import broadcast_object_list
+
+    found: list[Path | None] = [None]
+    if run.accelerator.is_main_process:
+        found = [checkpoint_to_resume(run.config.trainer, store, alert)]
+    # The main process decides, since file systems may show other processes another state.
+    broadcast_object_list(found)
+    source = found[0]
     # Read whole before anything is moved: a damaged checkpoint must not cost records.
     step = 0 if source is None else load_run(run, store, source)
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
         if source is not None and source.resolve().parent == store.root.resolve():
+            number = folder.next_number()
+            # Checkpoints first: a start after a kill in between then finds the right ``latest``.
+            moved = store.set_aside_after(step, number)
             # A run that is resumed at step 0 validates again, which is the row of step 0.
             again = step == 0 and run.config.trainer.val_before_train and bool(run.val_prompts)
-            moved = _set_later_aside(store, folder, step, first_row=0 if again else step + 1)
+            moved += folder.set_aside_after(-1 if again else step, number)
+            moved += folder.set_aside(MADE_AT_THE_END, number) if moved else []
         else:
             moved = folder.set_all_aside()
         if moved:
             alert(f"Moved aside in {folder.root}: {'; '.join(moved)}")
     run.accelerator.wait_for_everyone()
     return source, step
-
-
-def _set_later_aside(store: "CheckpointStore", folder: RunFolder, step: int, first_row: int) -> list[str]:
-    number = folder.next_number()
-    # Checkpoints first: a start after a kill in between then finds the right ``latest``.
-    moved = store.set_aside_after(step, number)
-    moved += folder.set_aside_after(first_row - 1, number)
-    return moved + (folder.set_aside(MADE_AT_THE_END, number) if moved else [])
-
-
-def _on_all_processes(accelerator: Any, find: Callable[[], Path | None]) -> Path | None:
-    """The main process's result or ``CheckpointError``: file systems may show other processes another state."""
-    from accelerate.utils import broadcast_object_list
-
-    answer: list[Any] = [None]
-    if accelerator.is_main_process:
-        try:
-            answer = [find()]
-        except CheckpointError as error:
-            answer = [error]
-    broadcast_object_list(answer)
-    if isinstance(answer[0], CheckpointError):
-        raise answer[0]
-    return answer[0]
 
 
 def checkpoint_to_resume(
@@ -160,18 +147,17 @@ def checkpoint_to_resume(
         return store.latest(alert)
     if trainer.resume_mode == "disable":
         return None
-    # os.path keeps an unknown ~user as it is, where Path would raise.
+    # ``os.path`` also takes an unknown ~user and names that are too long, for which ``Path`` raises.
     path = Path(os.path.expanduser(str(trainer.resume_from_path)))
-    # ``os.path`` returns False where ``Path`` may raise, for names that are too long or out of reach.
     if os.path.isfile(path / STATE_FILE):
         return path
-    found = f"{path} holds no {STATE_FILE}, so it is not a complete checkpoint"
+    wrong = f"there is no {path}"
+    if os.path.exists(path):
+        wrong = f"{path} holds no {STATE_FILE}, so it is not a complete checkpoint"
     roots = (path, path / "checkpoints", path.parent)
     near = [str(folder) for root in roots for folder in CheckpointStore(root, None).complete()]
     remedy = f"near it are {', '.join(near[-3:])}" if near else "give a checkpoints/step_N folder"
-    raise CheckpointError(
-        f"trainer.resume_from_path: {found if os.path.exists(path) else f'there is no {path}'}; {remedy}"
-    )
+    raise CheckpointError(f"trainer.resume_from_path: {wrong}; {remedy}")
 
 
 def _stateful_parts(run: "Run") -> dict[str, Any]:
@@ -217,10 +203,9 @@ def _where_to_go_on(run: "Run", damaged: Path, error: Exception) -> str:
     """The end of the message about a checkpoint that cannot be continued from."""
     store = CheckpointStore(damaged.parent, None)
     step = step_of(damaged)
+    older = [folder for folder in store.complete() if step is None or (step_of(folder) or 0) < step]
     # The newest older one costs the fewest steps.
-    for folder in reversed(store.complete()):
-        if folder == damaged or (step is not None and (step_of(folder) or 0) > step):
-            continue
+    for folder in reversed(older):
         with suppress(CheckpointError):
             store.load(folder, run.fingerprint)
             return (
@@ -280,7 +265,6 @@ def fingerprint(
     sharded transformer gathers weights, so that every process must call.
     """
     lora = config.actor_rollout_ref.model
-    # The settings only: the file also holds the version of diffusers.
     transformer = _settings(model.pipe.transformer)
     frozen = _frozen(model.transformer)
     # Clones, so that the whole tensors that a sharded transformer gathers are freed.
@@ -304,40 +288,35 @@ def fingerprint(
 
 def check_fingerprint(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:
     """Raise ``CheckpointError`` naming the first difference between this run's fingerprint and the ``saved`` one."""
-    none: dict[str, Any] = {"rewards": {}, "references": ""}
-    own, saved = none | dict(own), none | dict(saved)
+    own = {"rewards": {}, "references": "", **own}
+    saved = {"rewards": {}, "references": "", **saved}
     if saved.get("pipeline") != own["pipeline"]:
-        there, here = saved.get("pipeline"), own["pipeline"]
-        raise CheckpointError(f"{folder} is a checkpoint of a {there}, this run trains a {here}")
+        raise CheckpointError(
+            f"{folder} is a checkpoint of a {saved.get('pipeline')}, this run trains a {own['pipeline']}"
+        )
     if "parts" in own and "parts" not in saved:
         warnings.warn(
             f"{folder} was written before checkpoints recorded text encoders, vocabularies, VAE and schedule: "
             "that these are the same is not checked",
             stacklevel=3,
         )
-        saved = {**saved, "parts": own["parts"]}
+        saved["parts"] = own["parts"]
     here, there = flatten(own), flatten(saved)
     for key in {**here, **there}:
         part, _, name = key.partition(".")
-        if here.get(key) == there.get(key) or part not in own:
+        if here.get(key) == there.get(key):
             continue
+        what = f"is a checkpoint of another model: {part} {name} is {there.get(key)!r:.300} there and "
+        what += f"{here.get(key)!r:.300} here. Give the same model and LoRA settings"
         if part == "rewards":
-            if key in here and key in there:  # a run may go on with other rewards
-                raise CheckpointError(
-                    f"{folder} was trained with other weights or another dtype of the reward {name!r} ({there[key]!r} "
-                    f"there, {here[key]!r} here). Give the same in reward.{name}'s settings, or {AFRESH}"
-                )
+            if key not in here or key not in there:
+                continue  # a run may go on with other rewards
+            what = f"was trained with other weights or another dtype of the reward {name!r} ({there[key]!r} there, "
+            what += f"{here[key]!r} here). Give the same in reward.{name}'s settings"
         elif part == "references":
-            values = f"{saved[part] or 'none'} there, {own[part] or 'none'} here"
-            raise CheckpointError(
-                f"{folder} was trained with other reference images ({values}). Give the images of data.train_files as "
-                f"they were, or {AFRESH}"
-            )
-        else:
-            raise CheckpointError(
-                f"{folder} is a checkpoint of another model: {part} {name} is {there.get(key)!r:.300} there and "
-                f"{here.get(key)!r:.300} here. Give the same model and LoRA settings, or {AFRESH}"
-            )
+            what = f"was trained with other reference images ({there[key] or 'none'} there, {here[key] or 'none'} "
+            what += "here). Give the images of data.train_files as they were"
+        raise CheckpointError(f"{folder} {what}, or {AFRESH}")
 
 
 def _parts(model: DiffusionModel) -> dict[str, Any]:
@@ -390,17 +369,13 @@ class CheckpointStore:
         """
         newest = self.newest_complete()
         try:
-            name = self._pointer.read_bytes()[:200].decode(errors="replace").strip()
+            name = self._pointer.read_text(encoding="utf-8", errors="replace").strip()
         except FileNotFoundError:
             return newest
-        except OSError as error:
-            name = one_line(error)
         if name and not _FOLDER.fullmatch(name):
-            follows = f"go on from the newest complete checkpoint, {newest}"
-            if newest is None:
-                follows = "begin at step 0 (there is no complete checkpoint)"
             raise CheckpointError(
-                f"{self._pointer} names no checkpoint ({name!r}); write step_N into it, or remove it to {follows}"
+                f"{self._pointer} names no checkpoint ({name!r:.200}); write step_N into it, or remove it to go on "
+                f"from {newest or 'step 0'}"
             )
         # ``latest`` counts, not the largest number: a user may have gone back on purpose.
         if self.root / name in self.complete():
@@ -454,7 +429,7 @@ class CheckpointStore:
         """
         final = self.root / f"step_{step}"
         try:
-            for stale in (*self.root.glob(f".*{WRITING}"), *self.root.glob(f".*{_REMOVING}")):  # a kill left them
+            for stale in self.root.glob(f".*{WRITING}"):  # a kill has left it
                 shutil.rmtree(stale, ignore_errors=True)
             with temporary_folder(final) as temporary:
                 write_lora(temporary)
@@ -468,10 +443,11 @@ class CheckpointStore:
                 os.replace(temporary, final)
             # Last: a kill before it leaves ``latest`` at the checkpoint before this one.
             write_durably(self._pointer, final.name.encode())
-        except Exception as error:
-            if not _is_write_failure(error):
-                raise
-            why = "the disk is full" if _is_full(self.root, error) else f"writing failed ({one_line(error, 300)})"
+        # torch and safetensors wrap the system's errors in types of their own.
+        except (OSError, RuntimeError, SafetensorError) as error:
+            why = f"writing failed ({one_line(error, 300)})"
+            if "No space left" in str(error) or shutil.disk_usage(self.root.parent).free < 1 << 20:
+                why = "the disk is full"
             raise CheckpointError(
                 f"cannot save {final}: {why}. The newest complete checkpoint is {self.newest_complete() or 'none'}; "
                 "free some space (trainer.max_actor_ckpt_to_keep limits what is kept) and start again to resume from it"
@@ -498,9 +474,22 @@ class CheckpointStore:
         if numbered not in (None, step):
             raise DamagedCheckpointError(f"{path} is damaged: its step is {step}, its folder's {numbered}")
         check_fingerprint(fingerprint, saved, folder)
-        for name, digest in state.get("digests", {}).items():
-            _check_file(folder / name, digest)
-        return state, _load_tensors(folder / TENSOR_FILE)
+        digests = state.get("digests", {})
+        file = folder / TENSOR_FILE
+        try:
+            for file in map(folder.joinpath, digests):
+                if _digest(file) != digests[file.name]:
+                    raise DamagedCheckpointError(f"{file} is damaged: it is not what was saved (its digest differs)")
+            file = folder / TENSOR_FILE
+            # Earlier versions saved no digest of this file; the archive's own sums find changed bits too.
+            if file.name not in digests and zipfile.ZipFile(file).testzip() is not None:
+                raise DamagedCheckpointError(f"{file} is damaged: its checksums differ")
+            return state, dict(torch.load(file, map_location="cpu", weights_only=True))
+        except (MemoryError, CheckpointError):
+            raise  # too small a machine leaves the checkpoint whole
+        except Exception as error:  # pickles and archives raise errors of every kind
+            why = f"{type(error).__name__}: {one_line(error, 300)}"
+            raise DamagedCheckpointError(f"{file} cannot be read: {why}") from error
 
     def _steps(self) -> dict[Path, int]:
         """The folders ``step_N``, complete or not, and their numbers, oldest first."""
@@ -517,7 +506,7 @@ class CheckpointStore:
     def _prune(self) -> None:
         for old in self.complete()[: -self._keep] if self._keep else []:
             # Renamed first: a kill during the removal must not leave a partial checkpoint.
-            doomed = old.with_name(f".{old.name}{_REMOVING}")
+            doomed = old.with_name(f".{old.name}{WRITING}")
             with suppress(OSError):
                 os.replace(old, doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
@@ -529,44 +518,9 @@ def step_of(folder: Path) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _check_file(path: Path, digest: str) -> None:
-    try:
-        unchanged = _digest(path) == digest
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {type(error).__name__}: {one_line(error)}") from error
-    if not unchanged:
-        raise DamagedCheckpointError(f"{path} is damaged: it is not what was saved (its digest differs)")
-
-
-def _load_tensors(path: Path) -> dict[str, Any]:
-    try:
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except MemoryError:
-        raise  # the checkpoint is whole; the machine is too small
-    except Exception as error:  # pickles and archives raise errors of every kind
-        raise DamagedCheckpointError(
-            f"{path} cannot be read: {type(error).__name__}: {one_line(error, 300)}"
-        ) from error
-
-
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _is_write_failure(error: BaseException) -> bool:
-    # torch and safetensors wrap the system's write error in types of their own; only its text survives.
-    text = f"{error} {error.__context__}"
-    return isinstance(error, OSError) or "os error" in text or "iostream error" in text
-
-
-def _is_full(folder: Path, error: BaseException) -> bool:
-    # torch's message for a full disk does not contain the reason.
-    if "No space left" in str(error):
-        return True
-    with suppress(OSError):  # the folder itself may be missing
-        return shutil.disk_usage(folder).free < 1 << 20
-    return False

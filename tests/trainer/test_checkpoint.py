@@ -186,15 +186,11 @@ def test_a_checkpoint_of_an_earlier_version_loads_and_its_damage_is_named(tmp_pa
         store.load(folder, FINGERPRINT)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"banana", b"../../elsewhere/step_1", "step_\u00b2".encode(), None])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"banana", b"../../elsewhere/step_1", "step_\u00b2".encode()])
 def test_a_latest_that_names_no_checkpoint_is_refused(tmp_path, content):
     store = CheckpointStore(tmp_path, keep=None)
     save(store, 1)
-    (tmp_path / "latest").unlink()
-    if content is None:
-        (tmp_path / "latest").mkdir()
-    else:
-        (tmp_path / "latest").write_bytes(content)
+    (tmp_path / "latest").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"latest names no checkpoint .*remove it to go on from .*step_1$"):
         store.latest()
 
