@@ -3,7 +3,6 @@
 Processes that differ would train on together, and no configuration would describe the result.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from accelerate.utils import gather_object
 from flowgrpo_rc import __version__
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.models.digests import short_digest
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 NAMED = 5
@@ -87,10 +87,10 @@ def _prompts_digest(records: Sequence[PromptRecord]) -> str:
 
 def _file_digest(path: str) -> str:
     try:
-        return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16]
+        return short_digest(Path(path).expanduser().read_bytes())
     except OSError as error:  # a module's name, which the reward imports
         return one_line(error)
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+    return short_digest(text.encode("utf-8", "backslashreplace"))

@@ -61,23 +61,22 @@ def save_run(
     store: "CheckpointStore",
     step: int,
     states: Sequence[dict[str, Any]],
-    older: Mapping[int, dict[str, Tensor]] | None = None,
 ) -> None:
     """Write ``step_N``.
 
     Args:
-        run: its adapter, optimizer, schedule, weight average, calibration of the gap and data position are saved.
+        run: its adapter, optimizer, schedule, weight average, calibration of the gap and data position are saved, and
+            the adapters of earlier steps that rollouts to come are drawn with.
         store: receives the checkpoint.
         step: batches learned from. The saved data position is the one after them, since rollouts may be ahead.
         states: ``random_states`` of every process.
-        older: adapters of earlier steps that rollouts to come are drawn with, by step.
     """
     # One file for all tensors: a checkpoint cannot mix two saves.
     tensors = {name: part.state_dict() for name, part in _stateful_parts(run).items()}
     store.save(
         step,
         {"step": step, "sampler": run.sampler.state_dict(batches=step), "fingerprint": run.fingerprint},
-        {**tensors, "random": list(states), "older_adapters": dict(older or {})},
+        {**tensors, "random": list(states), "older_adapters": run.adapter.older},
         lambda folder: save_lora(run.model, run.actor.transformer, folder),
     )
 
@@ -196,7 +195,7 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
     except Exception as error:
         why = f"{type(error).__name__}: {one_line(error, 300)}"
         raise DamagedCheckpointError(f"{source} is damaged or of another version of flowgrpo_rc ({why})") from error
-    run.older_adapters = tensors.get("older_adapters", {})
+    run.adapter.restore(tensors.get("older_adapters", {}))
 
 
 def _where_to_go_on(run: "Run", damaged: Path, error: Exception) -> str:

@@ -1,14 +1,20 @@
 """Standard output and standard error that may fail without ending a run.
 
-A pipe into ``head``, a closed terminal and a log file on a full disk make every ``print`` raise. The results of a run
-lie in its folder, so that it goes on without its console.
+A pipe into ``head``, a closed terminal and a log file on a full disk make every ``print`` raise, and a reader that
+stands still makes it wait. The results of a run lie in its folder, so that it goes on without its console.
 """
 
 import os
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any
+
+PATIENCE_S = 30.0
+"""Longest wait for a reader that stands still; its stream then counts as failed."""
+_PIECE = 1024
+"""Characters written at once: as many as a pipe takes that is ready for writing."""
 
 
 class SurvivingStream:
@@ -20,20 +26,30 @@ class SurvivingStream:
         self.failure: Exception | None = None
         if hasattr(self._stream, "reconfigure"):
             self._stream.reconfigure(errors="backslashreplace")  # the C locale lacks the characters of our tables
+        self._descriptor: int | None = None
+        with suppress(AttributeError, OSError, ValueError):  # a stream without a file
+            self._descriptor = self._stream.fileno() if os.name == "posix" else None
 
     def write(self, text: str) -> int:
         """Write ``text`` as far as the stream takes it."""
         try:
-            self._stream.write(text)
-            # At once: a message that is still in a buffer when the process is killed is lost.
-            self._stream.flush()
+            for start in range(0, len(text), _PIECE):
+                self._wait()
+                self._stream.write(text[start : start + _PIECE])
+                # At once: a message that is still in a buffer when the process is killed is lost.
+                self._stream.flush()
         except (OSError, ValueError) as error:
             self.failure = self.failure or error
         return len(text)
 
+    def _wait(self) -> None:
+        """Wait until the stream takes text: a blocked write could not be stopped by a signal."""
+        patience = PATIENCE_S if self.failure is None else 0.0
+        if self._descriptor is not None and not select.select([], [self._descriptor], [], patience)[1]:
+            raise TimeoutError("nobody reads it")
+
     def flush(self) -> None:
-        """Flush the stream as far as it takes it."""
-        self.write("")
+        """Do nothing: ``write`` has flushed."""
 
     def isatty(self) -> bool:
         """True if the stream is a terminal."""

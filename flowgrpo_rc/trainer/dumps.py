@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class ImageDump:
 
     def __init__(self, field: str, root: str, accelerator: Any) -> None:
         self.root = Path(root).expanduser()
-        self._accelerator = accelerator
+        self._main = accelerator.is_main_process
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             # Found now rather than after the first rollout.
@@ -85,41 +85,35 @@ class ImageDump:
         """
         target = self.root / f"step_{step:05d}"
         temporary = target.with_name(target.name + WRITING)
-        lines: dict[int, dict[str, Any]] = {}
-
-        def begin() -> None:
-            shutil.rmtree(temporary, ignore_errors=True)  # a kill may have left it
-            temporary.mkdir()
-
-        def write_images() -> None:
+        problem = None
+        try:
+            temporary.mkdir(exist_ok=True)  # by another process, or one that was killed
             for image in images:
                 Image.fromarray(image.image).save(temporary / image.file, format="PNG")
                 sync_path(temporary / image.file)
-
-        def finish() -> None:
-            text = "".join(json.dumps(lines[number], ensure_ascii=False) + "\n" for number in sorted(lines))
-            write_durably(temporary / LINES, text.encode("utf-8", "backslashreplace"))
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(temporary, target)
-            sync_path(target.parent)
-
-        main = self._accelerator.is_main_process
-        # Three stages, since no process may write before the folder is there, or rename it before all have written.
-        _on_all_processes(begin if main else None)
-        _on_all_processes(write_images)
+        except Exception as error:  # image libraries raise errors of their own
+            problem = one_line(error)
         # By number: an image that two processes drew, to have equal work, is one image.
-        lines.update(gather_object([(image.number, image.line(step)) for image in images]))
-        _on_all_processes(finish if main else None)
+        lines = dict(gather_object([(image.number, image.line(step)) for image in images]))
+        try:
+            self._agree(problem)
+            if self._main:
+                for file in temporary.glob("*.png"):
+                    if int(file.stem) not in lines:
+                        file.unlink()  # of the killed process
+                text = "".join(json.dumps(lines[number], ensure_ascii=False) + "\n" for number in sorted(lines))
+                write_durably(temporary / LINES, text.encode("utf-8", "backslashreplace"))
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(temporary, target)
+                sync_path(self.root)
+        except OSError as error:
+            problem = str(error)
+            if self._main:
+                shutil.rmtree(temporary, ignore_errors=True)
+        self._agree(problem)
 
-
-def _on_all_processes(act: Callable[[], None] | None) -> None:
-    """Run ``act``; its exception is an ``OSError`` on every process, so that none waits for another."""
-    problem = None
-    try:
-        if act is not None:
-            act()
-    except Exception as error:  # image libraries raise errors of their own
-        problem = one_line(error)
-    found = [problem for problem in gather_object([problem]) if problem is not None]
-    if found:
-        raise OSError(found[0])
+    def _agree(self, problem: str | None) -> None:
+        """Raise ``OSError`` on every process if one has a problem, so that none waits for another."""
+        found = [one for one in gather_object([problem]) if one is not None]
+        if found:
+            raise OSError(found[0])

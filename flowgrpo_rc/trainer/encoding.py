@@ -74,35 +74,29 @@ class Encoding:
 
 
 def open_checked(model: ModelConfig, sets: Sequence[PromptSet], accelerator: Any) -> tuple[PipelineLoader, PromptStore]:
-    """Check the prompts; returns the model without its networks, and the store of its prompts.
+    """Check image sizes, guidance, prompt lengths and reference images of each set.
+
+    Returns the model without its networks, and the store of its prompts.
 
     Raises:
         UnsupportedModelError: see ``PipelineLoader``.
         PromptStoreError: the store is of another text encoder, or cannot be read.
-        ValueError: see ``check_sets``.
+        ValueError: the model cannot take them; names the section or the prompt's place.
     """
     # The loader reads configurations and tokenizers, which the checks need, and no weights.
     loader = PipelineLoader(model.path, dtype=model.dtype, device=accelerator.device)
     store = open_store(model.prompt_store, loader.model, model.dtype)
-    check_sets(loader.model, sets, warn=accelerator.is_main_process)
-    return loader, store
-
-
-def check_sets(model: DiffusionModel, sets: Sequence[PromptSet], *, warn: bool) -> None:
-    """Check image sizes, guidance, prompt lengths and reference images of each set.
-
-    Raises:
-        ValueError: the model cannot take them; names the section or the prompt's place.
-    """
     for one in sets:
         pipe = one.pipeline
-        model.check_request(pipe.height, pipe.width, pipe.guidance_scale, pipe.true_cfg_scale, one.section)
-        check_length(model, pipe.max_sequence_length, one.section)
+        loader.model.check_request(pipe.height, pipe.width, pipe.guidance_scale, pipe.true_cfg_scale, one.section)
+        check_length(loader.model, pipe.max_sequence_length, one.section)
         sources = [(record.prompt, record.source) for record in one.records]
-        cut = check_prompts(model, sources, pipe.max_sequence_length, one.section)
-        if cut and warn:
+        cut = check_prompts(loader.model, sources, pipe.max_sequence_length, one.section)
+        if cut and accelerator.is_main_process:
             warnings.warn(cut, stacklevel=2)
-        check_grids(model, one.records, pipe, one.section)
+        if loader.model.takes_images:
+            _check_grids(loader.model, one)
+    return loader, store
 
 
 def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptSet], accelerator: Any) -> Encoding:
@@ -118,35 +112,25 @@ def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptS
     # In a fixed order, so that every process takes the same shares.
     keys = list(dict.fromkeys(key for one in sets for key in one.keys(model)))
     encoded = 0
-    for share in _shares(accelerator):
+    here = processes_here(accelerator)
+    shares = [(accelerator.process_index, accelerator.num_processes)]
+    if here < accelerator.num_processes:
+        # Several machines may have no store in common; then each of them encodes all prompts.
+        shares.append((accelerator.local_process_index, here))
+    for first, every in shares:
         # Shared by number, not by what is missing: another run may add to the store, and processes may see different
         # states of it.
-        own = keys[share]
+        own = keys[first::every]
         for damage in store.set_damaged_aside(own):
             warnings.warn(f"{damage}; its prompts are encoded anew", stacklevel=2)
-        _wait(accelerator, store)
+        accelerator.wait_for_everyone()
+        store.refresh()  # with the changes of the others
         encoded += _encode(model, store, [key for key in own if key not in store])
-        _wait(accelerator, store)
+        accelerator.wait_for_everyone()
+        store.refresh()
     # The count is for the line at the start; each process encoded its share.
     total = accelerator.reduce(torch.tensor(encoded, device=accelerator.device), reduction="sum")
     return Encoding(len(keys), int(total), store.nbytes(keys))
-
-
-def _shares(accelerator: Any) -> list[slice]:
-    """This process's share of the prompts.
-
-    With several machines also its share on its own machine: without a shared store, each machine encodes all prompts.
-    """
-    ranks = accelerator.num_processes
-    here = processes_here(accelerator)
-    shares = [slice(accelerator.process_index, None, ranks)]
-    return shares if here == ranks else [*shares, slice(accelerator.local_process_index, None, here)]
-
-
-def _wait(accelerator: Any, store: PromptStore) -> None:
-    """Wait for all processes, and then read their changes of the store."""
-    accelerator.wait_for_everyone()
-    store.refresh()
 
 
 def _encode(model: DiffusionModel, store: PromptStore, keys: Sequence[PromptKey]) -> int:
@@ -156,15 +140,12 @@ def _encode(model: DiffusionModel, store: PromptStore, keys: Sequence[PromptKey]
     # Before the text encoders are loaded, which takes longest.
     store.check_writable()
     held: dict[PromptKey, EncodedPrompt] = {}
-    size = 0
     with model.text_encoders():
         for rows in encode_in_groups(model, keys):
             held |= rows
-            size += sum(row.embeds.nbytes for row in rows.values())
-            if size >= BYTES_A_FILE:
+            if sum(row.embeds.nbytes for row in held.values()) >= BYTES_A_FILE:
                 store.add(held)
                 held = {}
-                size = 0
     if held:
         store.add(held)
     return len(keys)
@@ -186,37 +167,34 @@ def check_numbers(pipeline_class: str, records: Sequence[PromptRecord]) -> None:
             f"{rows}: a {pipeline_class} takes no reference images; leave out the column 'images', or give it another "
             "name if rewards alone read it"
         )
-    takes = f"takes {most}" if fewest == most else f"takes {fewest} to {most}"
+    count = len(wrong[0].images)
     raise ValueError(
-        f"{rows}: {_counted(len(wrong[0].images))} in the column 'images'; a {pipeline_class} {takes}; give each "
-        "prompt as many"
+        f"{rows}: {count or 'no'} reference image{'' if count == 1 else 's'} in the column 'images'; a "
+        f"{pipeline_class} takes {most if fewest == most else f'{fewest} to {most}'}; give each prompt as many"
     )
 
 
-def check_grids(
-    model: DiffusionModel, records: Sequence[PromptRecord], pipeline: PipelineConfig, section: str = "pipeline"
-) -> None:
+def _check_grids(model: DiffusionModel, prompts: PromptSet) -> None:
     """Check that the reference images of all prompts make the same grids of tokens, and so fit into one batch.
 
     Raises:
         ValueError: they do not, or an image cannot be scaled to ``reference_area``; names the rows.
     """
-    if not model.takes_images:
-        return
-    area = pipeline.reference_area
-    sources: dict[tuple[tuple[int, int], ...], list[str]] = {}
-    for record in records:
-        grids = tuple(model.reference_grid(image, area) for image in record.images)
-        sources.setdefault(grids, []).append(record.source)
+    area = prompts.pipeline.reference_area
+    # Rows x columns of each image of a prompt -> places of the prompts.
+    sources: dict[str, list[str]] = {}
+    for record in prompts.records:
+        grids = [model.reference_grid(image, area) for image in record.images]
+        in_words = ", ".join(f"{rows} x {columns} tokens" for rows, columns in grids) or "no tokens"
+        sources.setdefault(in_words, []).append(record.source)
     if len(sources) < 2:
         return
     # The most frequent grid is taken for the right one, so that the message names the exceptions.
     most = max(sources, key=lambda grids: len(sources[grids]))
     others = {grids: rows for grids, rows in sources.items() if grids != most}
-    first = next(iter(others))
     raise ValueError(
-        f"{_rows([row for rows in others.values() for row in rows])}: the reference images make {_in_words(first)}, "
-        f"those of the other prompts {_in_words(most)} (actor_rollout_ref.rollout.{section}.reference_area="
+        f"{_rows([row for rows in others.values() for row in rows])}: the reference images make {next(iter(others))}, "
+        f"those of the other prompts {most} (actor_rollout_ref.rollout.{prompts.section}.reference_area="
         f"{area or 'null'}); crop or pad them to the same aspect ratio and give every prompt as many"
     )
 
@@ -232,12 +210,3 @@ def references_digest(records: Sequence[PromptRecord]) -> str:
 def _rows(sources: Sequence[str]) -> str:
     named = ", ".join(sources[:NAMED])
     return named if len(sources) <= NAMED else f"{named} and {len(sources) - NAMED} more rows"
-
-
-def _counted(count: int) -> str:
-    return f"{count or 'no'} reference image{'' if count == 1 else 's'}"
-
-
-def _in_words(grids: tuple[tuple[int, int], ...]) -> str:
-    """Rows x columns of each image."""
-    return ", ".join(f"{rows} x {columns} tokens" for rows, columns in grids) or "no tokens"

@@ -10,6 +10,7 @@ from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import closing_table
 from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer.agreement import flatten
+from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console
 
 NOTED = (
@@ -46,17 +47,19 @@ class RunLogger:
         self._progress: Any = None
         self._task: Any = None
 
-    def start(self, first_step: int, config: dict[str, Any], project: str, experiment: str) -> None:
+    def start(self, first_step: int, config: FlowGRPOConfig) -> None:
         """Open trackers and the progress bar."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         others = [name for name in self._trackers if name != "console"]
         if others:
             try:
+                settings = flatten(config.to_dict())
                 self._accelerator.init_trackers(
-                    project,
-                    config={key: _storable(value) for key, value in flatten(config).items()},
-                    init_kwargs={"wandb": {"name": experiment, "dir": str(self._folder.root)}},
+                    config.trainer.project_name,
+                    # TensorBoard stores no lists and no ``None``.
+                    config={k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()},
+                    init_kwargs={"wandb": {"name": config.trainer.experiment_name, "dir": str(self._folder.root)}},
                 )
             except Exception as error:  # trackers raise errors of every kind, and none may end the run
                 self._report_lost(", ".join(others), error)
@@ -102,7 +105,18 @@ class RunLogger:
             except Exception as error:  # see ``start``
                 self._accelerator.trackers.remove(tracker)
                 self._report_lost(tracker.name, error)
-        self._show(step, metrics)
+        noted = []
+        for name, sources, form in NOTED:
+            value = next((metrics[source] for source in sources if source in metrics), None)
+            if value is not None:
+                noted.append(f"{name} {value:{form}}")
+        note = "  ".join(noted)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, note=note)
+        # Without a bar, about twenty lines per run and one per validation.
+        is_due = self._progress is None and step % max(1, self._total // 20) == 0
+        if is_due or "val/reward/mean" in metrics:
+            self.say(f"step {step}/{self._total}  {note}")
 
     def summary(self, history: History, files: list[str]) -> None:
         """Print the closing table, with the findings about the run and the files to open next."""
@@ -130,22 +144,3 @@ class RunLogger:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-
-    def _show(self, step: int, metrics: dict[str, float]) -> None:
-        parts = []
-        for name, sources, form in NOTED:
-            value = next((metrics[source] for source in sources if source in metrics), None)
-            if value is not None:
-                parts.append(f"{name} {value:{form}}")
-        note = "  ".join(parts)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step, note=note)
-        # Without a bar, about twenty lines per run and one per validation.
-        is_due = self._progress is None and step % max(1, self._total // 20) == 0
-        if is_due or "val/reward/mean" in metrics:
-            self.say(f"step {step}/{self._total}  {note}")
-
-
-def _storable(value: Any) -> Any:
-    # Trackers store these types; TensorBoard refuses lists and ``None``.
-    return value if isinstance(value, (int, float, str, bool)) else str(value)

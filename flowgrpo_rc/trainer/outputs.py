@@ -1,4 +1,4 @@
-"""Outputs for people: sample grids, kept images, the final adapters, plots and pictures.
+"""Outputs for people: sample grids, kept images, profiles, the final adapters, plots and pictures.
 
 None of it is worth losing a run: an output that cannot be written is reported, and the run goes on. The error that ends
 the run then names it.
@@ -10,16 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import stack_pictures, write_plots
-from flowgrpo_rc.run_folder import RunFolder, RunFolderError
+from flowgrpo_rc.rewards import RewardResult
+from flowgrpo_rc.run_folder import RunFolder, RunFolderError, write_whole
 from flowgrpo_rc.trainer.dumps import DumpedImage, ImageDump
+from flowgrpo_rc.trainer.rollout_queue import BatchRequest, image_numbers
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.validation import Sample, save_grid
+
+OPERATORS = 40
+"""Rows of a profile's table."""
 
 
 class RunOutputs:
@@ -57,6 +64,36 @@ class RunOutputs:
         """Write the images of a rollout or a validation; every process calls it."""
         with self.attempt(f"images in {dump.root}/"):
             dump.write(step, images)
+
+    def rollout(self, run: Run, step: int, images: np.ndarray, request: BatchRequest, reward: RewardResult) -> None:
+        """Write the images of a rollout, under the number of the step that learns from them."""
+        assert run.rollout_dump is not None
+        kept = []
+        for i, number in enumerate(image_numbers(request.group, run.config.actor_rollout_ref.rollout.n).tolist()):
+            prompt = request.prompts[int(request.request.prompt_index[i])].prompt
+            parts = {name: float(values[i]) for name, values in reward.parts.items()}
+            seed = request.request.seeds[i]
+            kept.append(DumpedImage(number, images[i], prompt, seed, float(reward.total[i]), parts))
+        self.images(run.rollout_dump, step + 1, kept)
+
+    @contextmanager
+    def profile(self, step: int, accelerator: Any) -> Iterator[None]:
+        """Profile the body, this process's part of a step, unless it raises.
+
+        Writes ``step_00003.rank_0.pt.trace.json`` for Perfetto and TensorBoard, and ``step_00003.rank_0.txt``, the
+        operators by their own time.
+        """
+        with torch.profiler.profile() as profile:  # of the CPU and of the accelerator that there is
+            yield
+        path = self._folder.profile / f"step_{step:05d}.rank_{accelerator.process_index}.pt.trace.json"
+        with self.attempt(f"{path.parent}/"):
+            # Only a run that profiles has the folder.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, lambda temporary: profile.export_chrome_trace(str(temporary)))
+            order = f"self_{accelerator.device.type}_time_total"
+            table = profile.key_averages().table(sort_by=order, row_limit=OPERATORS)
+            path = path.with_name(path.name.replace(".pt.trace.json", ".txt"))
+            write_whole(path, lambda temporary: temporary.write_text(f"{table}\n", encoding="utf-8"))
 
     def timeline(self, line: dict[str, Any]) -> None:
         """Add a line to ``timeline.jsonl``."""

@@ -1,18 +1,22 @@
-"""The queue of rollouts: batches are submitted up to ``rollout.ahead`` batches before the actor learns from them."""
+"""Requests of rollouts, and their queue: batches are submitted up to ``rollout.ahead`` batches before the actor learns
+from them."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.rollout import RolloutEngine, RolloutPool, RolloutRequest, Trajectories
+from flowgrpo_rc.rollout import RolloutPool, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.pool import PendingRollout
 from flowgrpo_rc.rollout.proof import HeldAdapter
-from flowgrpo_rc.trainer.adapter_sync import AdapterSync
-from flowgrpo_rc.trainer.scoring import RolloutScoring
+from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
+from flowgrpo_rc.sde import draw_window_start, progressive_window_start
+from flowgrpo_rc.trainer.scoring import BatchScoring, RolloutScoring
+from flowgrpo_rc.trainer.setup import Run
 
 
 @dataclass(frozen=True)
@@ -30,55 +34,56 @@ class BatchRequest:
     """Takes the images and returns their rewards."""
 
 
+def image_numbers(group: Int[Tensor, " B"], n: int) -> Int[Tensor, " B"]:
+    """Numbers of the images in the batch of all processes; ``group`` has the positions of their prompts."""
+    return group * n + torch.arange(n).repeat(len(group) // n)
+
+
 class RolloutQueue:
-    """Submits batches up to ``ahead`` batches early, and returns their images in order.
+    """Submits batches up to ``rollout.ahead`` batches early, and returns their images in order.
 
     A ``RolloutPool`` draws them while the actor learns from earlier batches. Any other engine draws a batch when it is
     wanted, with the same numbers.
 
     Args:
-        engine: draws the images.
-        adapter: gives the engine the adapter of each batch.
-        ahead: number of batches that are submitted early.
-        last: number of batches of the run; none is submitted beyond it.
-        request: makes the request of a step's batch. It is called once a step, in order.
+        run: has the engine, the adapters, the prompts, the rewards and the configuration.
+        mode: the configured mode.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        adapter: AdapterSync,
-        ahead: int,
-        last: int,
-        request: Callable[[int], BatchRequest],
-    ) -> None:
-        self._engine = engine
-        self._adapter = adapter
-        self._ahead = ahead
-        self._last = last
-        self._request = request
+    def __init__(self, run: Run, mode: ModeInForce) -> None:
+        self._run = run
+        self._engine = run.engine
+        self._adapter = run.adapter
+        rollout = run.config.actor_rollout_ref.rollout
+        self._ahead = rollout.ahead
+        self._scoring = BatchScoring(
+            run.reward,
+            rollout.micro_batch_size,
+            overlaps=run.config.reward.overlap,
+            ahead=rollout.ahead > 0 and isinstance(run.engine, RolloutPool),
+        )
+        # In bypass mode the engine is the old policy, and objectives that compare means need its means. The guard may
+        # change the mode before the batch is learned from, so that the configured mode decides.
+        self._record_means = mode.objective.needs_old_means and mode.bypasses
         self._queue: deque[tuple[BatchRequest, HeldAdapter, PendingRollout | None]] = deque()
 
     def next(self, step: int) -> BatchRequest:
         """The batch of this step, after the batches that are due by then have been submitted."""
         first = self._queue[-1][0].step + 1 if self._queue else step
         # The batch of this step is drawn also beyond the run's last one.
-        end = max(step + 1, min(step + self._ahead + 1, self._last))
+        end = max(step + 1, min(step + self._ahead + 1, self._run.total_steps))
         for due in range(first, end):
-            batch = self._request(due)
-            try:
-                pending = self._submit(batch)
-            except BaseException:
-                batch.scoring.abandon()  # it is not in the queue, where ``abandon`` would find it
-                raise
+            batch = self.request(due)
+            pending = None
+            if isinstance(self._engine, RolloutPool):
+                try:
+                    self._adapter.give_for(due)
+                    pending = self._engine.submit(batch.request, batch.scoring.take_ahead)
+                except BaseException:
+                    batch.scoring.abandon()  # it is not in the queue, where ``abandon`` would find it
+                    raise
             self._queue.append((batch, self._adapter.held, pending))
         return self._queue[0][0]
-
-    def _submit(self, batch: BatchRequest) -> PendingRollout | None:
-        if not isinstance(self._engine, RolloutPool):
-            return None
-        self._adapter.give_for(batch.step)
-        return self._engine.submit(batch.request, batch.scoring.take_ahead)
 
     def draw(self) -> tuple[Trajectories, HeldAdapter]:
         """Wait for the images of the batch that ``next`` returned last, and remove it.
@@ -99,3 +104,47 @@ class RolloutQueue:
         """Stop the scoring of all batches in the queue."""
         for batch, _, _ in self._queue:
             batch.scoring.abandon()
+
+    def request(self, step: int) -> BatchRequest:
+        """The request of a step: the next prompts of the data. Called once a step, in order.
+
+        Each mini-batch is split over the processes, so that an optimizer step sees the same images with any number of
+        processes.
+        """
+        run = self._run
+        rollout = run.config.actor_rollout_ref.rollout
+        processes = run.accelerator.num_processes
+        mini = run.config.actor_rollout_ref.actor.ppo_mini_batch_size
+        # Positions in the batch of this process's prompts.
+        positions = torch.arange(run.config.data.train_batch_size).view(-1, processes, mini // processes)
+        positions = positions[:, run.accelerator.process_index].flatten()
+        chosen = next(run.sampler)
+        prompts = [run.train_prompts[int(chosen[i])] for i in positions.tolist()]
+        group = positions.repeat_interleave(rollout.n)
+        # Seeds depend on step and image alone, so that any number of processes and any resume draws the same noise.
+        seeds = [seed_for(run.config.rollout_seed, IMAGE, step, i) for i in image_numbers(group, rollout.n).tolist()]
+        request = RolloutRequest(
+            conditioning=run.conditioning(prompts, rollout.pipeline),
+            prompt_index=torch.arange(len(prompts)).repeat_interleave(rollout.n),
+            num_inference_steps=rollout.pipeline.num_inference_steps,
+            seeds=seeds,
+            window_starts=torch.tensor(self.window_starts(positions.tolist(), step)).repeat_interleave(rollout.n),
+            window_size=rollout.window.size,
+            noise_level=rollout.algo.noise_level,
+            sde_type=rollout.algo.sde_type,
+            record_means=self._record_means,
+        )
+        records = [record for record in prompts for _ in range(rollout.n)]
+        return BatchRequest(step, prompts, group, request, self._scoring(records))
+
+    def window_starts(self, groups: list[int], step: int) -> list[int]:
+        """First stochastic step of each prompt group of a step's batch."""
+        rollout = self._run.config.actor_rollout_ref.rollout
+        algo = rollout.algo
+        if algo.sample_strategy == "progressive":
+            return [progressive_window_start(rollout.window, step, algo.iters_per_group)] * len(groups)
+        seed = self._run.config.rollout_seed
+        if algo.sde_window_seed is not None:  # one place for all groups
+            seed = algo.sde_window_seed
+            groups = [0] * len(groups)
+        return [draw_window_start(rollout.window, generator_for(seed, WINDOW, step, g)) for g in groups]

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 import sys
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
 from flowgrpo_rc.models.attention import check_attention_backend
+from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.config import AS_ROLLOUT
 from flowgrpo_rc.models.sharding import check_sharding, shard_base
 from flowgrpo_rc.paths import resolve_asset
@@ -27,7 +27,8 @@ from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
 from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
 from flowgrpo_rc.rollout import build_engine
 from flowgrpo_rc.rollout.build import check_engine, check_placement
-from flowgrpo_rc.rollout.config import Share
+from flowgrpo_rc.rollout.config import PipelineConfig, Share
+from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
 from flowgrpo_rc.trainer.checkpoint import fingerprint
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
@@ -58,7 +59,10 @@ class Run:
         pipeline_class = check_pipeline(lora.path)
         if lora.lora_adapter_path:
             check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
-        self._read_prompts()
+        data = config.data
+        self.train_prompts, self.val_prompts = read_prompts(config)
+        self.prompt_sets = prompt_sets(config, self.train_prompts, self.val_prompts)
+        self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)
         for one in self.prompt_sets:
             check_numbers(pipeline_class, one.records)
         self.reward = build_reward(config.reward)
@@ -74,10 +78,9 @@ class Run:
 
     def end_rewards(self) -> None:
         """End the server of a reward model and the worker processes of rewards."""
-        with ExitStack() as ended:
-            ended.callback(self.reward.close)
-            if self.observers is not None:
-                ended.callback(self.observers.close)
+        self.reward.close()
+        if self.observers is not None:
+            self.observers.close()
 
     def _prepare(self, pipeline_class: str, project_dir: str) -> None:
         """Build everything that comes after the rewards, which must be able to score each prompt."""
@@ -86,10 +89,16 @@ class Run:
         lora = config.actor_rollout_ref.model
         # Observers may use the reward model's server, which the reward has started.
         self.observers = build_observers(config.reward, self.reward.server)
-        for one in self.prompt_sets:
-            _check_prompts(self.reward, one)
-        if self.observers is not None and self.val_prompts:
-            _check_prompts(self.observers, self.prompt_sets[-1])
+        scored = [(self.reward, one) for one in self.prompt_sets]
+        if self.observers is not None:
+            scored += [(self.observers, one) for one in self.prompt_sets[1:]]
+        for mix, one in scored:
+            mix.check_prompts(
+                [record.prompt for record in one.records],
+                image_size=(one.pipeline.height, one.pipeline.width),
+                sources=[record.source or str(i) for i, record in enumerate(one.records)],
+                metadata=[record.metadata for record in one.records],
+            )
         # Accelerate knows no tracker ``console``, and takes ``None`` for no trackers.
         trackers = [name for name in trainer.logger if LOGGERS[name] is not None] or None
         self.accelerator = make_accelerator(config, log_with=trackers, project_dir=project_dir)
@@ -117,8 +126,6 @@ class Run:
         """Writes the images of every validation; ``None`` if none are kept."""
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
         self._load_model()
-        self.older_adapters: dict[int, dict[str, torch.Tensor]] = {}
-        """The actor's adapters before earlier batches, by step, of the run that this one continues."""
         self.fingerprint = fingerprint(config, self.model, self.reward, references_digest(self.train_prompts))
         require_agreement({"model or reward": self.fingerprint})
         mode = ModeInForce.configured(config.actor_rollout_ref.actor)
@@ -132,12 +139,18 @@ class Run:
         folder = getattr(self.config.trainer, field)
         return None if folder is None else ImageDump(f"trainer.{field}", folder, self.accelerator)
 
-    def _read_prompts(self) -> None:
-        """Read the prompts of training and validation, and make the sampler."""
-        data = self.config.data
-        self.train_prompts, self.val_prompts = read_prompts(self.config)
-        self.prompt_sets = prompt_sets(self.config, self.train_prompts, self.val_prompts)
-        self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)
+    def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
+        """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
+        chosen = PromptSet(prompts, pipeline)
+        negative = chosen.negative(self.model)
+        return Conditioning(
+            self.encoder(chosen.positive, pipeline.max_sequence_length),
+            self.encoder(negative, pipeline.max_sequence_length) if negative else None,
+            pipeline.true_cfg_scale,
+            pipeline.guidance_scale,
+            pipeline.height,
+            pipeline.width,
+        )
 
     def _load_model(self) -> None:
         """Load the model, and build encoder, engine and actor.
@@ -174,6 +187,7 @@ class Run:
         )
         if parts.model.lora_adapter_path:
             self.actor.load_adapter(Path(parts.model.lora_adapter_path))
+        self.adapter = AdapterSync(self.engine, self.actor, parts.rollout.staleness, parts.rollout.ahead)
 
 
 def make_accelerator(config: FlowGRPOConfig, **more: Any) -> Any:
@@ -194,16 +208,6 @@ def make_accelerator(config: FlowGRPOConfig, **more: Any) -> Any:
     )
 
 
-def _check_prompts(reward: RewardMix, prompts: PromptSet) -> None:
-    """Refuse prompts that a reward cannot score."""
-    reward.check_prompts(
-        [record.prompt for record in prompts.records],
-        image_size=(prompts.pipeline.height, prompts.pipeline.width),
-        sources=[r.source or str(i) for i, r in enumerate(prompts.records)],
-        metadata=[r.metadata for r in prompts.records],
-    )
-
-
 def read_prompts(config: FlowGRPOConfig) -> tuple[list[PromptRecord], list[PromptRecord]]:
     """The prompts of training and of validation; there may be no validation prompts.
 
@@ -212,10 +216,17 @@ def read_prompts(config: FlowGRPOConfig) -> tuple[list[PromptRecord], list[Promp
         FileNotFoundError: a file is missing.
     """
     data = config.data
-    train = _prompts(config, "data.train_files", data.train_files, data.train_max_samples)
+    found: list[list[PromptRecord]] = []
+    for field, files, limit in (
+        ("data.train_files", data.train_files, data.train_max_samples),
+        ("data.val_files", data.val_files, data.val_max_samples),
+    ):
+        paths = [resolve_asset(path) for path in file_list(field, files)]
+        found.append(load_prompts(paths, prompt_key=data.prompt_key, max_samples=limit) if paths else [])
+    train, validation = found
     if not train:
         raise ValueError("data.train_files: is empty; give a .txt, .jsonl or .parquet file of prompts")
-    return train, _prompts(config, "data.val_files", data.val_files, data.val_max_samples)
+    return train, validation
 
 
 def prompt_sets(config: FlowGRPOConfig, train: list[PromptRecord], validation: list[PromptRecord]) -> list[PromptSet]:
@@ -234,23 +245,15 @@ def _check_attention(config: FlowGRPOConfig, name: str, device: torch.device) ->
     folder = resolve_asset(parts.model.path)
     # Under autocast the outputs of linear layers are bfloat16, for weights of any dtype.
     actor = "bfloat16" if config.trainer.mixed_precision == "bf16" else parts.model.dtype
+    check = partial(check_attention_backend, pipeline_class=name, folder=folder, device=device)
     field = "actor_rollout_ref.model.attn_backend"
-    dtype = torch_dtype(actor)
-    check_attention_backend(
-        field, parts.model.attn_backend, name, folder=folder, dtype=dtype, device=device, trains=True
-    )
+    check(field, parts.model.attn_backend, dtype=torch_dtype(actor), trains=True)
     field = "actor_rollout_ref.rollout.rollout_attn_backend"
     backend = parts.rollout.rollout_attn_backend
-    dtype = torch_dtype(parts.rollout.dtype)
     if parts.rollout.name == "diffusers":
-        check_attention_backend(field, backend, name, folder=folder, dtype=dtype, device=device, trains=False)
+        check(field, backend, dtype=torch_dtype(parts.rollout.dtype), trains=False)
     elif device.type == "cpu" and backend not in (None, "TORCH_SDPA"):
         raise ValueError(f"{field}: got {backend}, which vllm-omni has on a GPU alone; set it to TORCH_SDPA or null")
-
-
-def _prompts(config: FlowGRPOConfig, field: str, files: Any, limit: int | None) -> list[PromptRecord]:
-    paths = [resolve_asset(path) for path in file_list(field, files)]
-    return load_prompts(paths, prompt_key=config.data.prompt_key, max_samples=limit) if paths else []
 
 
 def _check_trackers(names: list[str]) -> None:

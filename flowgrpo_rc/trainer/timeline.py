@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -19,7 +19,7 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class ProcessAccount:
-    """Work of the engines of one trainer process since the last step, in seconds of that process's run."""
+    """Work of the engines of one trainer process since the last step, in seconds of its ``time.perf_counter``."""
 
     engines: list[EngineWork]
     since: float
@@ -35,21 +35,18 @@ class ProcessAccount:
 class Timeline:
     """Collects the stages of the trainer and the work of its engines, step by step.
 
-    Times are seconds of the host's clock since this object was made, which all processes do at the same time.
-
     Args:
         engine: the trainer's; only a ``RolloutPool`` has engines that work beside it.
-        process: number of this trainer process.
-        processes: number of trainer processes.
+        accelerator: number of this trainer process, and of all.
     """
 
-    def __init__(self, engine: RolloutEngine, process: int, processes: int) -> None:
+    def __init__(self, engine: RolloutEngine, accelerator: Any) -> None:
         self._pool = engine if isinstance(engine, RolloutPool) else None
-        self._process = process
-        self._processes = processes
+        self._prefix = f"rank {accelerator.process_index}: " if accelerator.num_processes > 1 else ""
+        # All processes make this object at the same time, so that their clocks begin together.
         self._zero = time.perf_counter()
         self._started = time.time()
-        self._since = 0.0
+        self._since = self._zero
         self._known: set[str] = set()
         """Engines that have started once."""
 
@@ -63,38 +60,34 @@ class Timeline:
             A line for ``timeline.jsonl``, without its step: ``started``, the clock's zero in seconds of Unix time; the
             ``stages`` of this process; and the ``engines`` of all. The metrics are empty without a pool.
         """
-        stages = [[span.stage, *self._rounded(span.begin, span.end)] for span in spans]
-        line = {"started": round(self._started, DIGITS), "stages": stages}
+        stages = [[span.stage, self._time(span.begin), self._time(span.end)] for span in spans]
+        line = {"started": round(self._started, DIGITS), "stages": stages, "engines": {}}
         # An engine in the trainer's process works inside the stage "rollout", which is in the line already.
         if self._pool is None:
-            return line | {"engines": {}}, {}
-        accounts = gather_object([self._account(self._pool, spans)])
-        engines = {engine.engine: engine.done for account in accounts for engine in account.engines}
-        return line | {"engines": {name: _listed(done) for name, done in engines.items()}}, metrics_of(accounts)
-
-    def _account(self, pool: RolloutPool, spans: Sequence[Span]) -> ProcessAccount:
-        engines = [self._own(engine) for engine in pool.take_account()]
+            return line, {}
+        engines = self._pool.take_account()
+        since = self._since
+        self._since = time.perf_counter()
         starts = [work.engine for engine in engines for work in engine.done if work.what == "start"]
         # The first start of an engine is no restart.
         first = set(starts) - self._known
         self._known |= first
-        since = self._since
-        self._since = time.perf_counter() - self._zero
         waited = sum(span.end - span.begin for span in spans if span.stage == WAIT)
-        return ProcessAccount(engines, since, self._since, waited, len(starts) - len(first))
+        account = ProcessAccount(engines, since, self._since, waited, len(starts) - len(first))
+        done = {
+            self._prefix + engine.engine: [
+                [work.what, self._time(work.begin), self._time(work.end), work.rows, work.version]
+                for work in engine.done
+            ]
+            for engine in engines
+        }
+        everyones = gather_object([(account, done)])
+        for _, done in everyones:
+            line["engines"] |= done
+        return line, metrics_of([account for account, _ in everyones])
 
-    def _own(self, engine: EngineWork) -> EngineWork:
-        """Convert to times of this run, and to a name that is unique over processes."""
-        name = engine.engine if self._processes == 1 else f"rank {self._process}: {engine.engine}"
-
-        def own(work: Work) -> Work:
-            return replace(work, engine=name, begin=work.begin - self._zero, end=work.end - self._zero)
-
-        doing = None if engine.doing is None else own(engine.doing)
-        return EngineWork(name, [own(work) for work in engine.done], doing, engine.given_up)
-
-    def _rounded(self, *times: float) -> list[float]:
-        return [round(value - self._zero, DIGITS) for value in times]
+    def _time(self, value: float) -> float:
+        return round(value - self._zero, DIGITS)
 
 
 def metrics_of(accounts: Sequence[ProcessAccount]) -> dict[str, float]:
@@ -131,7 +124,3 @@ def _seconds(work: Sequence[Work], account: ProcessAccount) -> float:
 def _share(seconds: float, account: ProcessAccount) -> float:
     passed = account.now - account.since
     return min(1.0, seconds / passed) if passed > 0 else 0.0
-
-
-def _listed(done: Sequence[Work]) -> list[list[Any]]:
-    return [[w.what, round(w.begin, DIGITS), round(w.end, DIGITS), w.rows, w.version] for w in done]

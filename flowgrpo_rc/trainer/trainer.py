@@ -4,9 +4,10 @@ Validation, checkpoints, outputs for people and the building of the parts are in
 """
 
 import os
+import select
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Event
 
@@ -19,21 +20,18 @@ from torch import Tensor
 from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
-from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrectionConfig
+from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.probe_images import ProbedRun
 from flowgrpo_rc.gap.rescoring import Rescoring
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.rewards import RewardResult
-from flowgrpo_rc.rollout import RolloutPool, RolloutRequest, Trajectories
+from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.base import MeasuresMemory
-from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
-from flowgrpo_rc.rollout.seeds import IMAGE, seed_for
 from flowgrpo_rc.run_folder import RunFolder, RunFolderError
 from flowgrpo_rc.trainer import launch
-from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.advantages import batch_advantages, reward_statistics
 from flowgrpo_rc.trainer.announcement import announcement
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore, random_states, resume_run, save_run
@@ -44,10 +42,7 @@ from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.outputs import RunOutputs
 from flowgrpo_rc.trainer.performance import peak_memory, speed
-from flowgrpo_rc.trainer.profiler import StepProfiler
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue
-from flowgrpo_rc.trainer.rollout_requests import RolloutRequests, encode_prompts, image_numbers
-from flowgrpo_rc.trainer.scoring import BatchScoring
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timeline import Timeline
 from flowgrpo_rc.trainer.timer import StageTimer
@@ -85,19 +80,14 @@ class FlowGRPOTrainer:
     def _set_up(self) -> None:
         config = self.config
         trainer = config.trainer
-        rollout = config.actor_rollout_ref.rollout
         run = self.run
         self.accelerator = run.accelerator
         self._main = self.accelerator.is_main_process
         self._fitted = False
-        self._saved_step = -1
-        self.window = rollout.window
+        self.window = config.actor_rollout_ref.rollout.window
         self.timer = StageTimer(self.accelerator.device)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), run.total_steps)
         self.outputs = RunOutputs(self.folder, self.logger.alert)
-        rank = self.accelerator.process_index
-        device = self.accelerator.device.type
-        self.profiler = StepProfiler(trainer.profile_steps, self.folder.profile, rank, device, self.outputs.attempt)
         # Before the resume, which restores the guard's state.
         run.guard.say = self.logger.alert
         if self.folder.lock is not None and self.folder.lock.problem is not None:
@@ -107,29 +97,20 @@ class FlowGRPOTrainer:
         self.checkpoints = CheckpointStore(self.folder.checkpoints, trainer.max_actor_ckpt_to_keep)
         # After everything that can be refused: from here on the run folder changes.
         source, self.step = resume_run(run, self.checkpoints, self.folder, self.logger.alert)
+        self._saved_step = -1 if source is None else self.step
         if source is not None:
-            self._saved_step = self.step
             self.logger.say(f"Resumed from {source} at step {self.step}")
-        self.timeline = Timeline(run.engine, rank, self.accelerator.num_processes)
+        self.timeline = Timeline(run.engine, self.accelerator)
         self.mode = run.guard.mode
         """The mode in force: the configured one, or the one that the guard has replaced it by."""
-        self._configured_mode = ModeInForce.configured(config.actor_rollout_ref.actor)
-        self.adapter = AdapterSync(run.engine, run.actor, rollout.staleness, rollout.ahead)
-        self.adapter.restore(run.older_adapters)
-        run.older_adapters = {}  # the sync drops each adapter when it is too old
+        self.adapter = run.adapter
         # The engine starts with the base model; even an untrained adapter has to arrive once.
         self.adapter.push(self.step)
-        self.scoring = BatchScoring(
-            run.reward,
-            rollout.micro_batch_size,
-            overlaps=config.reward.overlap,
-            ahead=rollout.ahead > 0 and isinstance(run.engine, RolloutPool),
-        )
-        self.requests = RolloutRequests(run, self.scoring, self._configured_mode)
-        self.rollouts = RolloutQueue(run.engine, self.adapter, rollout.ahead, run.total_steps, self.requests)
+        configured = ModeInForce.configured(config.actor_rollout_ref.actor)
+        self.rollouts = RolloutQueue(run, configured)
         self.rescoring = Rescoring(
-            rollout,
-            self._configured_mode,
+            config.actor_rollout_ref.rollout,
+            configured,
             config.data.train_batch_size,
             run.actor,
             self.adapter,
@@ -156,7 +137,7 @@ class FlowGRPOTrainer:
                 metrics = reward_statistics(scored, self._gather)
         if self.run.rollout_dump is not None:
             with self.timer("dump"):
-                self._dump_rollout(images, prompts, batch, scored)
+                self.outputs.rollout(self.run, self.step, images, request, scored)
         with self.timer("score"):
             old = self._score(batch, cond)
         with self.timer("correct"):
@@ -203,7 +184,7 @@ class FlowGRPOTrainer:
         """
         if self.run.rejection_bands is not None:
             batch[Key.ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[Key.TIMESTEPS])
-        if self.correction.bypass_mode:
+        if self.mode.bypasses:
             if self.run.clip_bands is not None:
                 batch[Key.CLIP_WIDTHS] = self.run.clip_bands.widths(batch[Key.TIMESTEPS])
             # No pass of the actor: the engine's own log-probs are the old policy's.
@@ -214,8 +195,8 @@ class FlowGRPOTrainer:
     def _correct(self, batch: TensorDict, old: OldPolicy | None) -> tuple[OldPolicy | None, MetricAccumulator]:
         """Decoupled mode: weights and rejection of the scored rows. In bypass mode the loss computes them."""
         gap = MetricAccumulator()
-        if old is not None and not self.correction.bypass_mode:
-            old, moments = correct_old_policy(old, batch[len(batch) - len(old) :], self.correction)
+        if old is not None and not self.mode.bypasses:
+            old, moments = correct_old_policy(old, batch[len(batch) - len(old) :], self.mode.rollout_correction)
             gap.add(moments)
         return old, gap
 
@@ -268,16 +249,18 @@ class FlowGRPOTrainer:
                 "another FlowGRPOTrainer(config); with trainer.resume_mode=auto it goes on where this one stopped"
             )
         self._fitted = True
-        trainer = self.config.trainer
         with surviving_console():
             try:
                 if self._main:
                     for moved in self.folder.write_config(self.config.to_dict()):
                         self.logger.alert(f"Moved aside in {self.folder.root}: {moved}")
                 self._announce()
-                self.logger.start(self.step, self.config.to_dict(), trainer.project_name, trainer.experiment_name)
+                self.logger.start(self.step, self.config)
                 with stop_request(self._announce_stop) as stop:
-                    self._loop(stop)
+                    try:
+                        self._loop(stop)
+                    finally:
+                        self.rollouts.abandon()
                     self._finish()
             except Exception as error:
                 self._report_failure(error)
@@ -292,27 +275,15 @@ class FlowGRPOTrainer:
         return self.folder
 
     def _loop(self, stop: Event) -> None:
-        if self.step == 0 and self.config.trainer.val_before_train and self.run.val_prompts:
-            self._log(self._validate() | self.timer.take())
-        try:
-            self._train(stop)
-        finally:
-            self.rollouts.abandon()
-        if self.interrupted:
-            # A run that was stopped right after a save has nothing new to save.
-            if self.step != self._saved_step:
-                self.save(last=True)
-            self.logger.alert(
-                f"Stopped after step {self.step} of {self.run.total_steps}; continue with trainer.resume_mode=auto "
-                f"trainer.default_local_dir={self.folder.root}"
-            )
-
-    def _train(self, stop: Event) -> None:
-        """All steps, or those until a request to stop."""
+        """Train to the last step or to a request to stop."""
         trainer = self.config.trainer
+        images = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        if self.step == 0 and trainer.val_before_train and self.run.val_prompts:
+            self._log(self._validate() | self.timer.take())
         # A request to one process stops all of them: they must end at the same step.
         while self.interrupted and not bool(self._gather(torch.tensor([stop.is_set()])).any()):
-            with self.profiler(self.step + 1):
+            profiled = self.step + 1 in trainer.profile_steps
+            with self.outputs.profile(self.step + 1, self.accelerator) if profiled else nullcontext():
                 metrics = self.train_step()
             # Before the validation: after one that fails on one process, the others may wait for it for ever.
             line, engine_metrics = self.timeline.take(self.timer.take_spans())
@@ -322,18 +293,22 @@ class FlowGRPOTrainer:
                     metrics |= self._validate()
             finally:  # the step is done, and its row is written even if its validation fails
                 with self.timer("log"):
-                    self._log(metrics | self._times() | engine_metrics)
+                    times = self.timer.take()
+                    times |= speed(times, images, self.accelerator.num_processes, self.run.seconds_at_peak)
+                    self._log(metrics | times | engine_metrics)
                     if self._main:
                         self.outputs.timeline({"step": self.step, **line})
             if last or _due(self.step, trainer.save_freq):
                 with self.timer("save"):
                     self.save(last=last)
-
-    def _times(self) -> dict[str, float]:
-        """Seconds of every stage since the last row, and speeds per image."""
-        times = self.timer.take()
-        images = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
-        return times | speed(times, images, self.accelerator.num_processes, self.run.seconds_at_peak)
+        if self.interrupted:
+            # A run that was stopped right after a save has nothing new to save.
+            if self.step != self._saved_step:
+                self.save(last=True)
+            self.logger.alert(
+                f"Stopped after step {self.step} of {self.run.total_steps}; continue with trainer.resume_mode=auto "
+                f"trainer.default_local_dir={self.folder.root}"
+            )
 
     def _log(self, metrics: dict[str, float]) -> None:
         try:
@@ -348,7 +323,7 @@ class FlowGRPOTrainer:
     def _validate(self) -> dict[str, float]:
         with self.timer("validate"), self.adapter.for_validation():
             kept: list[DumpedImage] = []
-            metrics, samples = validate(self.run, self.conditioning, self.generate, kept.append)
+            metrics, samples = validate(self.run, self.generate, kept.append)
         if self.run.validation_dump is not None:
             with self.timer("dump"):
                 self.outputs.images(self.run.validation_dump, self.step, kept)
@@ -370,7 +345,7 @@ class FlowGRPOTrainer:
         states = gather_object([random_states()])
         if self._main:
             try:
-                save_run(self.run, self.checkpoints, self.step, states, self.adapter.older)
+                save_run(self.run, self.checkpoints, self.step, states)
             except CheckpointError as error:
                 if not last:
                     raise
@@ -381,7 +356,8 @@ class FlowGRPOTrainer:
         """Print what the numbers of the configuration amount to."""
         say = self.logger.say
         processes = self.accelerator.num_processes
-        for text in announcement(self.config, self.correction, self.folder.root, self.window, processes):
+        rc = self.mode.rollout_correction
+        for text in announcement(self.config, rc, self.folder.root, self.window, processes):
             say(text)
         say(f"Prompts: {self.run.encoding}; in {self.run.store.folder}")
         if self.run.actor.recomputes:
@@ -410,10 +386,11 @@ class FlowGRPOTrainer:
         self.outputs.raise_unwritten(self.step, [self.folder.metrics, *adapters, self.checkpoints.newest_complete()])
 
     def _announce_stop(self) -> None:
-        """Called by a signal's handler, which may not use a buffered stream."""
+        """Called by a signal's handler, which may neither use a buffered stream nor wait for a reader."""
         if self._main:
-            with suppress(OSError):  # standard error may be closed
-                os.write(2, b"\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
+            with suppress(OSError, ValueError):  # standard error may be closed
+                if select.select([], [2], [], 0)[1]:
+                    os.write(2, b"\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
 
     def _report_failure(self, error: Exception) -> None:
         """Print the last step and the remaining checkpoint before the traceback of an error that nobody foresaw."""
@@ -422,12 +399,6 @@ class FlowGRPOTrainer:
             newest = self.checkpoints.newest_complete()
             then = f"{newest} remains; continue with trainer.resume_mode=auto" if newest else "there is no checkpoint"
             print(f"The run failed after step {self.step} of {self.run.total_steps}; {then}", file=sys.stderr)
-
-    # ------------------------------------------------------------------ shared
-
-    def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
-        """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
-        return encode_prompts(self.run, prompts, pipeline)
 
     def probed_run(self) -> ProbedRun:
         """The parts of this run that ``flowgrpo_rc.gap.probe`` measures, before the first step."""
@@ -439,26 +410,12 @@ class FlowGRPOTrainer:
             window=self.window,
             actor=self.run.actor,
             prompts=self.run.train_prompts,
-            condition=lambda prompts: self.conditioning(prompts, parts.rollout.pipeline),
+            condition=lambda prompts: self.run.conditioning(prompts, parts.rollout.pipeline),
             generate=self.generate,
             device=self.accelerator.device,
             seed=self.config.trainer.seed,
             scored_share=self.config.scored_share,
         )
-
-    def _dump_rollout(
-        self, images: np.ndarray, prompts: list[PromptRecord], batch: TensorDict, reward: RewardResult
-    ) -> None:
-        """Keep the images of this step's rollout, under the number of the step that learns from them."""
-        assert self.run.rollout_dump is not None
-        numbers = image_numbers(batch[Key.GROUP], self.config.actor_rollout_ref.rollout.n)
-        kept = []
-        for i, number in enumerate(numbers.tolist()):
-            prompt = prompts[int(batch[Key.PROMPT_INDEX][i])].prompt
-            seed = seed_for(self.config.rollout_seed, IMAGE, self.step, number)
-            parts = {name: float(values[i]) for name, values in reward.parts.items()}
-            kept.append(DumpedImage(number, images[i], prompt, seed, float(reward.total[i]), parts))
-        self.outputs.images(self.run.rollout_dump, self.step + 1, kept)
 
     def _peak_memory(self) -> dict[str, float]:
         """The most memory that any process has held, and the engines' own figures."""
@@ -479,11 +436,6 @@ class FlowGRPOTrainer:
         if self.accelerator.num_processes == 1:
             return values.cpu()
         return self.accelerator.gather(values.to(self.accelerator.device)).cpu()
-
-    @property
-    def correction(self) -> RolloutCorrectionConfig:
-        """The rollout correction in force."""
-        return self.mode.rollout_correction
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,6 +1,6 @@
 """Validation: held-out prompts, fixed noise, deterministic sampling with the rollout engine; sample grids."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -10,11 +10,9 @@ import numpy as np
 import torch
 
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.prompt import ReferenceImage
-from flowgrpo_rc.rewards import PartialScoring, RewardMix, RewardResult
+from flowgrpo_rc.rewards import PartialScoring
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
-from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
 from flowgrpo_rc.run_folder import write_whole
 from flowgrpo_rc.trainer.dumps import DumpedImage
@@ -30,8 +28,6 @@ CAPTION = 34
 TITLE = 26
 GAP = 8
 
-Encode = Callable[[list[PromptRecord], PipelineConfig], Conditioning]
-"""Embeds prompts for a pipeline's settings."""
 Generate = Callable[[RolloutRequest], Trajectories]
 """Samples, and checks that the engine did as requested."""
 Keep = Callable[[DumpedImage], object]
@@ -54,14 +50,13 @@ class Sample:
     """The first reference image of the prompt."""
 
 
-def validate(
-    run: Run, conditioning: Encode, generate: Generate, keep: Keep = lambda _image: None
-) -> tuple[dict[str, float], list[Sample]]:
+def validate(run: Run, generate: Generate, keep: Keep = lambda _image: None) -> tuple[dict[str, float], list[Sample]]:
     """Score ``val_kwargs.n`` images of every validation prompt.
 
-    Image ``k`` of prompt ``i`` always starts from the same noise, so that two validations differ by the adapter only.
-    The images are split over the processes. A process with one image less samples another one again, so that all
-    engines have equal work. ``keep`` is called with each image that this process has rewarded.
+    The number of image ``k`` of prompt ``i`` is ``k * prompts + i``. It always starts from the same noise, so that two
+    validations differ by the adapter only. The images are split over the processes. A process with one image less
+    samples another one again, so that all engines have equal work. ``keep`` is called with each image that this process
+    has rewarded.
 
     Returns:
         Over all processes, the mean rewards as ``val/reward/...`` and the first images, for the grids.
@@ -76,8 +71,8 @@ def validate(
     own = list(range(accelerator.process_index, count, accelerator.num_processes))
     # Equal work on every process: a sharded transformer gathers its weights in every forward.
     most = -(-count // accelerator.num_processes)
-    drawn = own + [0] * (most - len(own))
-    scored = gather_object(_score(run, conditioning, generate, drawn, len(own), keep))
+    images = _sample(run, generate, own + [0] * (most - len(own)))[: len(own)]
+    scored = gather_object(_score(run, own, images, keep) if own else [])
     # In the order of the images, whatever the number of processes.
     scored.sort(key=itemgetter(0))
     rewards = [one for _, one, _ in scored]
@@ -87,64 +82,21 @@ def validate(
     return metrics, [sample for _, _, sample in scored if sample is not None]
 
 
-def _score(
-    run: Run, conditioning: Encode, generate: Generate, drawn: list[int], kept: int, keep: Keep
-) -> list[tuple[int, dict[str, float], Sample | None]]:
-    """Sample the images ``drawn`` and reward the first ``kept`` of them.
-
-    The number of image ``k`` of prompt ``i`` is ``k * prompts + i``.
-
-    Returns, for each image kept, its number, its rewards by name (``mean`` is the total; observers are included) and
-    its cell of the sample grid, if it has one.
-    """
-    # The repeated images are sampled for equal work and dropped here.
-    images = _sample(run, conditioning, generate, drawn)[:kept]
-    if not kept:
-        return []
-    shown = run.config.trainer.log_val_generations
-    records = _records(run, drawn[:kept])
-    reward = _reward(run, run.reward, images, records)
-    results = [reward] if run.observers is None else [reward, _reward(run, run.observers, images, records)]
-    scores = {name: values for one in results for name, values in (one.parts | one.inner_parts).items()}
-    texts = reward.texts or [None] * kept
-    text_scores = [None] * kept if reward.reader is None else reward.parts[reward.reader].tolist()
-    scored = []
-    for i, index in enumerate(drawn[:kept]):
-        parts = {name: float(values[i]) for name, values in scores.items()}
-        total = float(reward.total[i])
-        sample = None
-        if index < shown:
-            reference = next(iter(records[i].images), None)
-            sample = Sample(images[i], records[i].prompt, total, texts[i], text_scores[i], reference)
-        keep(DumpedImage(index, images[i], records[i].prompt, _seed(run, index), total, parts))
-        scored.append((index, {"mean": total} | parts, sample))
-    return scored
-
-
-def _reward(run: Run, mix: RewardMix, images: np.ndarray, records: list[PromptRecord]) -> RewardResult:
-    """The rewards of these images.
-
-    Functions that stream get as many images per call as in training, since their time-outs are per call.
-    """
-    prompts = [record.prompt for record in records]
-    part = run.config.actor_rollout_ref.rollout.micro_batch_size
-    return PartialScoring(mix, prompts, [record.metadata for record in records], part).result(images)
-
-
-def _sample(run: Run, conditioning: Encode, generate: Generate, drawn: list[int]) -> np.ndarray:
+def _sample(run: Run, generate: Generate, numbers: list[int]) -> np.ndarray:
     """The images of these numbers, ``(n, H, W, 3)`` uint8."""
     rollout = run.config.actor_rollout_ref.rollout
-    records = _records(run, drawn)
-    # Several images of one prompt share a row of the conditioning.
-    distinct = {_key(record): record for record in records}
+    records = [_prompt(run, number) for number in numbers]
+    # Images with the same inputs of the model share a row of the conditioning.
+    keys = [(record.prompt, record.negative_prompt, record.images) for record in records]
+    distinct = dict(zip(keys, records, strict=True))
     row = {key: i for i, key in enumerate(distinct)}
     pipeline = rollout.validation_pipeline
     trajectories = generate(
         RolloutRequest(
-            conditioning=conditioning(list(distinct.values()), pipeline),
-            prompt_index=torch.tensor([row[_key(record)] for record in records]),
+            conditioning=run.conditioning(list(distinct.values()), pipeline),
+            prompt_index=torch.tensor([row[key] for key in keys]),
             num_inference_steps=pipeline.num_inference_steps,
-            seeds=[_seed(run, number) for number in drawn],
+            seeds=[_seed(run, number) for number in numbers],
             # No SDE steps: validation is deterministic, so that its curve shows the adapter alone.
             window_starts=None,
         )
@@ -152,18 +104,41 @@ def _sample(run: Run, conditioning: Encode, generate: Generate, drawn: list[int]
     return trajectories.images.numpy()
 
 
-def _key(record: PromptRecord) -> Hashable:
-    """The inputs of the model; prompts with equal keys are encoded once."""
-    return record.prompt, record.negative_prompt, record.images
+def _score(
+    run: Run, numbers: list[int], images: np.ndarray, keep: Keep
+) -> list[tuple[int, dict[str, float], Sample | None]]:
+    """Each image's number, its rewards by name (``mean`` is the total; observers are included) and its cell of the
+    sample grid, if it has one."""
+    records = [_prompt(run, number) for number in numbers]
+    prompts = [record.prompt for record in records]
+    metadata = [record.metadata for record in records]
+    # Functions that stream get as many images per call as in training, since their time-outs are per call.
+    part = run.config.actor_rollout_ref.rollout.micro_batch_size
+    mixes = [run.reward] if run.observers is None else [run.reward, run.observers]
+    results = [PartialScoring(mix, prompts, metadata, part).result(images) for mix in mixes]
+    scores = {name: values for one in results for name, values in (one.parts | one.inner_parts).items()}
+    reward = results[0]
+    texts = reward.texts or [None] * len(numbers)
+    text_scores = [None] * len(numbers) if reward.reader is None else reward.parts[reward.reader].tolist()
+    scored = []
+    for i, number in enumerate(numbers):
+        parts = {name: float(values[i]) for name, values in scores.items()}
+        total = float(reward.total[i])
+        sample = None
+        if number < run.config.trainer.log_val_generations:
+            reference = next(iter(records[i].images), None)
+            sample = Sample(images[i], prompts[i], total, texts[i], text_scores[i], reference)
+        keep(DumpedImage(number, images[i], prompts[i], _seed(run, number), total, parts))
+        scored.append((number, {"mean": total} | parts, sample))
+    return scored
+
+
+def _prompt(run: Run, number: int) -> PromptRecord:
+    return run.val_prompts[number % len(run.val_prompts)]
 
 
 def _seed(run: Run, number: int) -> int:
     return seed_for(run.config.actor_rollout_ref.rollout.val_kwargs.seed, VALIDATION, 0, number)
-
-
-def _records(run: Run, numbers: list[int]) -> list[PromptRecord]:
-    """The prompts of the images of these numbers."""
-    return [run.val_prompts[number % len(run.val_prompts)] for number in numbers]
 
 
 def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 12) -> None:

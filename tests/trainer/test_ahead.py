@@ -105,7 +105,7 @@ def test_engines_draw_while_the_actor_learns(small_config, pooled, monkeypatch):
 
     pooled(Watched)
     trainer = FlowGRPOTrainer(small_config(*SETTINGS, f"{R}.ahead=1", "trainer.test_freq=-1"))
-    ask = trainer.requests
+    ask = trainer.rollouts.request
 
     def noted(step):
         made = ask(step)
@@ -113,7 +113,7 @@ def test_engines_draw_while_the_actor_learns(small_config, pooled, monkeypatch):
         begun.setdefault(made.request.request_id, threading.Event())
         return made
 
-    trainer.rollouts._request = noted
+    trainer.rollouts.request = noted
     update = trainer.run.actor.update
     overlapped = []
 
@@ -200,7 +200,7 @@ def test_each_batch_is_requested_once_and_none_beyond_the_last(small_config, poo
     pooled()
     trainer = FlowGRPOTrainer(small_config(*SETTINGS, f"{R}.ahead=4", "trainer.total_training_steps=2"))
     asked = []
-    ask = trainer.requests
-    trainer.rollouts._request = lambda step: (asked.append(step), ask(step))[1]
+    ask = trainer.rollouts.request
+    trainer.rollouts.request = lambda step: (asked.append(step), ask(step))[1]
     trainer.fit()
     assert asked == [0, 1]

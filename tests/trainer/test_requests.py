@@ -33,17 +33,17 @@ def test_windows_and_noise_have_the_seeds_that_are_given(tmp_path):
     own = trainer_of(tmp_path / "a", f"{R}.seed=7", "trainer.seed=1")
     same = trainer_of(tmp_path / "b", "trainer.seed=7")
     groups = list(range(40))
-    assert own.requests.window_starts(groups, 0) == same.requests.window_starts(groups, 0)
-    assert len(set(own.requests.window_starts(groups, 0))) > 1
+    assert own.rollouts.window_starts(groups, 0) == same.rollouts.window_starts(groups, 0)
+    assert len(set(own.rollouts.window_starts(groups, 0))) > 1
     shared = trainer_of(tmp_path / "c", f"{R}.algo.sde_window_seed=3")
     places = []
     for step in range(12):
-        found = set(shared.requests.window_starts(groups, step))
+        found = set(shared.rollouts.window_starts(groups, step))
         assert len(found) == 1
         places += found
     assert len(set(places)) > 1
     other = trainer_of(tmp_path / "d", f"{R}.algo.sde_window_seed=3", "trainer.seed=9")
-    assert other.requests.window_starts([0], 11) == [places[-1]]
+    assert other.rollouts.window_starts([0], 11) == [places[-1]]
 
 
 def test_validation_has_its_own_pipeline(tmp_path):
@@ -66,7 +66,7 @@ def test_validation_has_its_own_pipeline(tmp_path):
     (grid,) = (tmp_path / "run" / "samples").glob("*.png")
     assert Image.open(grid).size[1] > 64
     prompts = trainer.run.train_prompts[:2]
-    training = trainer.conditioning(prompts, trainer.config.actor_rollout_ref.rollout.pipeline)
+    training = trainer.run.conditioning(prompts, trainer.config.actor_rollout_ref.rollout.pipeline)
     assert (training.height, training.negative) == (32, None)
     assert training.prompts.embeds.shape[1] > 4
 

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 from engines_elsewhere import Elsewhere
@@ -81,7 +82,7 @@ def test_times_are_those_of_the_run_and_only_later_starts_are_restarts(monkeypat
         "a", ("lost", 104.0, 105.0), ("start", 105.0, 106.0), ("lost", 106.0, 106.5), ("start", 106.5, 107.0)
     )
     drew = engine("a", ("start", 98.0, 99.0), ("draw", 101.00004, 103.0, 16, 2))
-    line = Timeline(Pool([[drew], [again]]), 3, 4)
+    line = Timeline(Pool([[drew], [again]]), SimpleNamespace(process_index=3, num_processes=4))
     first, metrics = line.take([Span("rollout", 100.5, 103.5)])
     assert first == {
         "started": 5000.0,
