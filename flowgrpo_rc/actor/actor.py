@@ -6,7 +6,7 @@ and divided once by the global denominator, so that the result does not depend o
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from accelerate.utils import gather_object
 from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from flowgrpo_rc.actor.agreement import on_any_process, rows_in_words
+from flowgrpo_rc.actor.agreement import on_any_process
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.actor.rows import MicroBatch, RecordedSteps, present_as_old
@@ -34,30 +35,13 @@ from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach
 from flowgrpo_rc.sde import Transition, log_prob, transition
 from flowgrpo_rc.transfers import queued_to_host, to_host
 
-BUCKET_BYTES = 256 * 2**20
-"""Bytes of gradients that are summed over ranks in one collective, and copied for it at most."""
+BUCKET = 64
+"""Gradients that are summed over ranks in one collective, and copied for it: 250 MB in an adapter of rank 64."""
 COMPILE_BACKEND = "inductor"
 """Backend that ``torch.compile`` uses for the transformer's blocks."""
 
 _CORRECTION_KEYS = (Key.ROLLOUT_LOG_PROBS, Key.TIMESTEPS, Key.ROLLOUT_RS_BOUNDS)
 """Keys of a batch that rollout correction reads besides the old policy."""
-
-
-def buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Group consecutive tensors into lists of at most ``limit`` bytes; a larger tensor is a list of its own."""
-    bucket: list[Tensor] = []
-    taken = 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        # An empty bucket takes any tensor, so one above the limit still goes out, alone.
-        if bucket and taken + size > limit:
-            yield bucket
-            bucket = []
-            taken = 0
-        bucket.append(tensor)
-        taken += size
-    if bucket:
-        yield bucket
 
 
 class NonFiniteUpdateError(RuntimeError):
@@ -198,8 +182,11 @@ class DiffusionActor:
 
         It has transition means if the objective compares them.
         """
-        steps = RecordedSteps(batch, conditioning, self._accelerator.device)
-        scored = self._score_steps(steps, torch.arange(len(batch)), means=self._compares_means)
+        scored = self._score_steps(
+            RecordedSteps(batch, conditioning, self._accelerator.device),
+            torch.arange(len(batch)),
+            means=self._compares_means,
+        )
         return OldPolicy(log_probs=scored["log_probs"], means=scored.get("transition_means"))
 
     @torch.no_grad()
@@ -209,8 +196,9 @@ class DiffusionActor:
         Returns:
             ``log_probs`` and ``transition_stds`` ``(B, W)``, ``transition_means`` ``(B, W, *L)``.
         """
-        steps = RecordedSteps(batch, conditioning, self._accelerator.device)
-        return self._score_steps(steps, torch.arange(len(batch)), means=True)
+        return self._score_steps(
+            RecordedSteps(batch, conditioning, self._accelerator.device), torch.arange(len(batch)), means=True
+        )
 
     def gradients(
         self,
@@ -357,12 +345,12 @@ class DiffusionActor:
         done: list[LossMetrics] = []
         log_probs: list[Tensor] = []
         means: list[Tensor] = []
-        means_of_rollout = mode.bypasses and self._compares_means
+        needs_means = self._compares_means or self.config.use_kl_loss
         old = known
         if known is not None and mode.bypasses:
             old = replace(known, means=None)  # in bypass mode the rollout's means are the old ones
-        for micro in update.steps.cut(mini.rows, size, rollout_means=means_of_rollout, old=old):
-            output = self._forward(micro, means=self._needs_means, reference=self.config.use_kl_loss)
+        for micro in update.steps.cut(mini.rows, size, rollout_means=mode.bypasses and self._compares_means, old=old):
+            output = self._forward(micro, means=needs_means, reference=self.config.use_kl_loss)
             data = micro.data
             if known is None:
                 data = data | present_as_old(mode, data, output, window)
@@ -466,12 +454,8 @@ class DiffusionActor:
         return output
 
     @property
-    def _needs_means(self) -> bool:
-        """True if the loss reads the current policy's transition means."""
-        return self._compares_means or self.config.use_kl_loss
-
-    @property
     def _compares_means(self) -> bool:
+        """True if the objective compares transition means."""
         return self.config.diffusion_loss.objective.needs_old_means
 
     def _transition(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
@@ -503,7 +487,8 @@ class DiffusionActor:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        for bucket in buckets(gradients, BUCKET_BYTES):
+        for start in range(0, len(gradients), BUCKET):
+            bucket = gradients[start : start + BUCKET]
             flat = parameters_to_vector(bucket)
             if self._accelerator.num_processes > 1:
                 torch.distributed.all_reduce(flat)
@@ -529,9 +514,14 @@ class DiffusionActor:
         """Raise with all processes' samples in the message and this process's in ``samples``; every process must
         call."""
         self.optimizer.zero_grad(set_to_none=True)
-        count, rows = rows_in_words(samples)
-        nowhere = "in the sum of a mini-batch (no single sample is to blame)"
-        where = f"for {count} samples of the batch ({rows})" if count else nowhere
+        shares = gather_object([samples])
+        where = "in the sum of a mini-batch (no single sample is to blame)"
+        if any(shares):
+            # Each process numbers the rows of its own share. Eight are enough to find a pattern, and leave the remedy
+            # in sight.
+            process = [f" of process {number}" if len(shares) > 1 else "" for number in range(len(shares))]
+            rows = [f"rows {own[:8]}{of}" for own, of in zip(shares, process, strict=True) if own]
+            where = f"for {sum(map(len, shares))} samples of the batch ({', '.join(rows)})"
         raise NonFiniteUpdateError(
             f"non-finite {what} {where}; the optimizer was not stepped. Try a lower "
             "actor_rollout_ref.actor.optim.lr, or float32 for actor_rollout_ref.model.dtype",

@@ -6,7 +6,6 @@ next forward pass. A single process needs no ``torch.distributed``.
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch import Tensor
 
 
@@ -19,16 +18,3 @@ def on_any_process(flag: Tensor | bool) -> bool:
     found = torch.as_tensor(flag, device=state.device).int()
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
     return bool(found)
-
-
-def rows_in_words(rows: list[int]) -> tuple[int, str]:
-    """Count and list the rows that all processes name. Collective: every process must call.
-
-    Each process numbers the rows of its own share of the batch, so with several processes the text names the process.
-    """
-    if PartialState().num_processes == 1:
-        return len(rows), f"rows {rows[:8]}"
-    shares = gather_object([rows])
-    # The first eight rows are enough to find a pattern; a whole batch would bury the remedy.
-    named = [f"rows {share[:8]} of process {number}" for number, share in enumerate(shares) if share]
-    return sum(map(len, shares)), ", ".join(named)

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models import DiffusionModel
@@ -53,9 +52,6 @@ class DamagedCheckpointError(CheckpointError):
     """A file of a checkpoint is missing, unreadable or not as it was saved; the message names it."""
 
 
-# ---------------------------------------------------------------------------------------------- a run's checkpoint
-
-
 def save_run(
     run: "Run",
     store: "CheckpointStore",
@@ -71,8 +67,16 @@ def save_run(
         step: batches learned from. The saved data position is the one after them, since rollouts may be ahead.
         states: ``random_states`` of every process.
     """
+    parts: dict[str, Any] = {
+        "optimizer": run.actor.optimizer,
+        "lr_scheduler": run.actor.lr_scheduler,
+        "average": run.actor.average,
+        "clip_bands": run.clip_bands,
+        "rejection_bands": run.rejection_bands,
+        "guard": run.guard,
+    }
     # One file for all tensors: a checkpoint cannot mix two saves.
-    tensors = {name: part.state_dict() for name, part in _stateful_parts(run).items()}
+    tensors = {name: part.state_dict() for name, part in parts.items() if part is not None}
     store.save(
         step,
         {"step": step, "sampler": run.sampler.state_dict(batches=step), "fingerprint": run.fingerprint},
@@ -159,19 +163,6 @@ def checkpoint_to_resume(
     raise CheckpointError(f"trainer.resume_from_path: {wrong}; {remedy}")
 
 
-def _stateful_parts(run: "Run") -> dict[str, Any]:
-    """The parts of a run with a ``state_dict``, by their names in a checkpoint."""
-    parts = {
-        "optimizer": run.actor.optimizer,
-        "lr_scheduler": run.actor.lr_scheduler,
-        "average": run.actor.average,
-        "clip_bands": run.clip_bands,
-        "rejection_bands": run.rejection_bands,
-        "guard": run.guard,
-    }
-    return {name: part for name, part in parts.items() if part is not None}
-
-
 def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str, Any]) -> None:
     """Load every part. The digests were right, so that a part that does not fit is of another version."""
     process = run.accelerator.process_index
@@ -216,9 +207,6 @@ def _where_to_go_on(run: "Run", damaged: Path, error: Exception) -> str:
     return ". Nothing was changed. No older checkpoint is whole; start afresh with trainer.resume_mode=disable"
 
 
-# ---------------------------------------------------------------------------------------------- random generators
-
-
 def random_states() -> dict[str, Any]:
     """States of the global random generators, which reward functions may draw from.
 
@@ -247,12 +235,11 @@ def restore_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-# ---------------------------------------------------------------------------------------------- the fingerprint
-
 _SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
 """Names, in a VAE's configuration, of the factors and offsets of latents."""
 
 
+@torch.no_grad()
 def fingerprint(
     config: FlowGRPOConfig, model: DiffusionModel, reward: RewardMix | None = None, references: str = ""
 ) -> dict[str, Any]:
@@ -265,10 +252,19 @@ def fingerprint(
     """
     lora = config.actor_rollout_ref.model
     transformer = _settings(model.pipe.transformer)
-    frozen = _frozen(model.transformer)
+    frozen = list(base_parameters(model.transformer).values())
     # Clones, so that the whole tensors that a sharded transformer gathers are freed.
     samples = [whole(p).flatten()[:256].clone() for p in frozen[:: max(1, len(frozen) // 16)]]
     transformer["weights"] = values_digest(samples)
+    # The digest of a text encoder is that of its files, since a run may never load it.
+    parts: dict[str, Any] = dict(model.digests)
+    for name, part in model.pipe.components.items():
+        if isinstance(part, torch.nn.Module) and name not in parts:
+            parts[name] = values_digest([spread(whole(p)) for p in base_parameters(part).values()])
+        elif name == "scheduler" and part is not None:
+            parts |= {f"scheduler {k}": v for k, v in _settings(part).items()}
+    vae = dict(model.pipe.vae.config)
+    parts |= {f"vae {name}": vae[name] for name in _SCALES if name in vae}
     networks = {} if reward is None else reward.networks()
     found = {
         "pipeline": type(model.pipe).__name__,
@@ -278,7 +274,7 @@ def fingerprint(
             "alpha": lora.lora_alpha,
             "target_modules": lora.target_modules or list(model.default_lora_targets),
         },
-        "parts": _parts(model),
+        "parts": parts,
         "rewards": {name: values_digest([spread(w).cpu() for w in weights]) for name, weights in networks.items()},
         "references": references,
     }
@@ -318,33 +314,10 @@ def check_fingerprint(own: Mapping[str, Any], saved: Mapping[str, Any], folder: 
         raise CheckpointError(f"{folder} {what}, or {AFRESH}")
 
 
-def _parts(model: DiffusionModel) -> dict[str, Any]:
-    """Digests of networks and vocabularies, and the numbers of the schedule and the VAE.
-
-    The digest of a text encoder is that of its files, since a run may never load it.
-    """
-    found: dict[str, Any] = dict(model.digests)
-    for name, part in model.pipe.components.items():
-        if isinstance(part, torch.nn.Module) and name not in found:
-            found[name] = values_digest([spread(whole(p)) for p in _frozen(part)])
-        elif name == "scheduler" and part is not None:
-            found |= {f"{name} {k}": v for k, v in _settings(part).items()}
-    vae = dict(model.pipe.vae.config)
-    return found | {f"vae {name}": vae[name] for name in _SCALES if name in vae}
-
-
 def _settings(part: Any) -> dict[str, Any]:
     """The entries of a part's configuration that its class takes; files may hold others, which have no effect."""
     taken = inspect.signature(type(part).__init__).parameters
     return {k: v for k, v in dict(part.config).items() if k in taken}
-
-
-def _frozen(network: torch.nn.Module) -> list[Tensor]:
-    """The base's parameters, without an adapter's."""
-    return [parameter.detach() for parameter in base_parameters(network).values()]
-
-
-# ---------------------------------------------------------------------------------------------- files
 
 
 class CheckpointStore:

@@ -31,13 +31,8 @@ from flowgrpo_rc.section import (
 LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 """Where metrics can go besides ``metrics.jsonl``, and the package that each needs; ``console`` is the terminal, all
 others are trackers of accelerate."""
-LONGEST_TIMEOUT = 1e7
-"""Seconds, about four months: libraries count a time-out in nanoseconds, which have an end."""
 SHARED_CORRECTION = "${algorithm.rollout_correction}"
 
-Timeout = Annotated[
-    PositiveFloat, Check(lambda seconds: seconds <= LONGEST_TIMEOUT, f"give at most {LONGEST_TIMEOUT:g} seconds")
-]
 Frequency = Annotated[int, Check(lambda steps: steps >= -1, "give -1 (at the end only) or more")]
 
 
@@ -79,7 +74,7 @@ class ActorRolloutRefConfig(Section):
     )
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
-    nccl_timeout: Timeout = 600.0
+    nccl_timeout: PositiveFloat = 600.0
     """Seconds that a process waits for the others (NCCL's and gloo's time-out) before it takes them for hung. Longer
     than any of them may be busy alone, with a reward for instance. An exception of one process ends all of them at
     once, without this wait."""
@@ -222,12 +217,12 @@ class FlowGRPOConfig(Section):
         objective = loss.objective
         here = "actor_rollout_ref.actor.diffusion_loss"
         # The quantiles of the gap come from rescored steps, which only the probe has.
-        if not rollout.probe.images:
-            calibrated = {
-                f"{here}.clip_ratio": loss.clip_ratio == "auto",
-                "algorithm.rollout_correction.rollout_rs_threshold": self.rollout_correction.plan().calibrated,
-            }
-            for name in (name for name, is_auto in calibrated.items() if is_auto):
+        calibrated = {
+            f"{here}.clip_ratio": loss.clip_ratio == "auto",
+            "algorithm.rollout_correction.rollout_rs_threshold": self.rollout_correction.plan().calibrated,
+        }
+        for name, is_auto in calibrated.items():
+            if is_auto and not rollout.probe.images:
                 yield (
                     f"{name}: got auto, which follows what the probe measures; set "
                     "actor_rollout_ref.rollout.probe.images to 1 or more"
