@@ -1,21 +1,14 @@
 """What the tests stand on: tolerances that a wrong result would not pass, and processes that leave nothing behind."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
-from tests_support import run_process
-from tolerances import GRADIENT, LATENT, LOG_PROB, RATIO, adam, brightness, divergence, nats, of_metric, order_of_sum
+from tests_support import alive, run_process, wait_until
+from tolerances import adam, of_metric, order_of_sum
 
 ROW = {"reward/group_std_mean": 0.02}
 """The deviation of rewards in a group of the small runs."""
-
-
-def test_bounds_are_what_their_docstrings_say():
-    figures = (LOG_PROB, RATIO, LATENT, GRADIENT, brightness(3072), nats(512), divergence(512), adam())
-    said = (9.5e-7, 1.07e-6, 1.08e-5, 1.08e-5, 5.1e-6, 4.9e-4, 1.2e-7, 5.9e-3)
-    assert figures == pytest.approx(said, rel=1e-2)
 
 
 def test_a_sum_in_any_order_is_within_its_bound():
@@ -59,5 +52,4 @@ def test_what_a_process_has_started_ends_with_it(tmp_path):
     script = f"setsid sleep 987 & echo $! > {tmp_path / 'pid'}; wait"
     with pytest.raises(subprocess.TimeoutExpired):
         run_process("bash", "-c", script, timeout=5)
-    status = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
-    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    wait_until(lambda: not alive((tmp_path / "pid").read_text().strip()))

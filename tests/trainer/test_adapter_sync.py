@@ -1,13 +1,15 @@
 """Which adapter the engine holds: late on purpose for rollouts, the newest or the average for validation."""
 
+import copy
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests_support import untimed
 from tolerances import RATIO
 from torch import nn
 
 from flowgrpo_rc.models.lora import adapter_state
-from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 
@@ -120,10 +122,6 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-def rows_of(folder):
-    return [{k: v for k, v in r.items() if not k.startswith(TIMING_PREFIXES)} for r in folder.rows()]
-
-
 @pytest.mark.run
 def test_a_run_with_lag_draws_with_the_adapter_before(small_config):
     """Float32 throughout: without lag the first ratio is 1; with lag 1 it is not, from the second batch on."""
@@ -155,7 +153,7 @@ def test_validation_and_lora_ema_are_the_average(small_config):
     trainer = FlowGRPOTrainer(small_config(f"{EMA}=0.5", "trainer.test_freq=1"))
     seen, averages = watch(trainer), []
     validate = trainer._validate
-    trainer._validate = lambda: (averages.append(_copy(trainer.run.actor.averaged_state())), validate())[1]
+    trainer._validate = lambda: (averages.append(copy.deepcopy(trainer.run.actor.averaged_state())), validate())[1]
     folder = trainer.fit()
     rounded = [{n: t.bfloat16() for n, t in state.items()} for state in averages]
     assert all(same(held, average) for (_, held), average in zip(seen[False], rounded, strict=True))
@@ -185,7 +183,7 @@ def test_a_resumed_average_equals_an_uninterrupted_one(small_config):
     second = FlowGRPOTrainer(small_config(*parts, folder="parts"))
     assert second.step == 2
     resumed = second.fit()
-    assert rows_of(resumed) == rows_of(whole)[3:]
+    assert untimed(resumed.rows()) == untimed(whole.rows())[3:]
     for name in ("lora", "lora_ema"):
         assert same(load_file(whole.root / name / LORA_FILE), load_file(resumed.root / name / LORA_FILE))
     other = FlowGRPOTrainer(small_config(*parts, f"{EMA}=0.25", folder="parts"))
@@ -199,7 +197,3 @@ def test_an_average_begun_on_resume_starts_from_the_adapter(small_config):
     actor = FlowGRPOTrainer(small_config(*settings, f"{EMA}=0.9")).run.actor
     assert same(actor.averaged_state(), adapter_state(actor.transformer))
     assert max(float(p.abs().max()) for n, p in adapter_state(actor.transformer).items() if "lora_B" in n) > 0
-
-
-def _copy(state):
-    return {name: tensor.clone() for name, tensor in state.items()}

@@ -6,6 +6,7 @@ from conftest import SMALL_RUN
 from PIL import Image
 
 from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.models import PipelineLoader
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.run
@@ -90,21 +91,20 @@ def test_lora_weights_and_moments_have_the_precision_that_is_given(tmp_path):
             "rollout.pipeline.guidance_scale: got 4.0 .*; it takes none; set it to null",
         ),
         ([f"{R}.val_kwargs.pipeline.guidance_scale=4"], "rollout.val_kwargs.pipeline.guidance_scale: got 4.0"),
+        ([f"{M}.path=SD3", f"{R}.pipeline.guidance_scale=4.5"], r"guidance_scale=null and true_cfg_scale=4.5"),
+        (
+            [f"{R}.val_kwargs.pipeline.height=33"],
+            r"rollout.val_kwargs.pipeline.height=33, width=32: this model draws multiples of",
+        ),
+        (
+            [f"{R}.val_kwargs.pipeline.max_sequence_length=4000"],
+            r"val_kwargs.pipeline.max_sequence_length: got 4000; this model takes at most",
+        ),
     ],
 )
-def test_guidance_is_refused_before_anything_is_loaded(overrides, says, tmp_path, monkeypatch):
-    monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *_, **__: pytest.fail("the model was loaded"))
+def test_what_the_model_does_not_take_is_refused_before_weights_are_read(
+    overrides, says, tmp_path, tiny_sd3_path, monkeypatch
+):
+    monkeypatch.setattr(PipelineLoader, "load", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(ValueError, match=says):
-        trainer_of(tmp_path, *overrides)
-
-
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
-        ("height=33", r"rollout.val_kwargs.pipeline.height=33, width=32: this model draws multiples of"),
-        ("max_sequence_length=4000", r"val_kwargs.pipeline.max_sequence_length: got 4000; this model takes at most"),
-    ],
-)
-def test_what_the_model_cannot_validate_is_refused(setting, says, tmp_path):
-    with pytest.raises(ValueError, match=says):
-        trainer_of(tmp_path, f"{R}.val_kwargs.pipeline.{setting}")
+        trainer_of(tmp_path, *(override.replace("SD3", tiny_sd3_path) for override in overrides))

@@ -47,11 +47,12 @@ def test_a_second_start_names_the_first_and_a_killed_holder_blocks_nobody(tmp_pa
     assert not lock.path.exists()
 
 
-def test_the_same_process_is_refused_too(tmp_path):
+def test_the_same_process_is_refused_too_while_it_refers_to_the_lock(tmp_path):
     first = RunLock(tmp_path)
+    first.circle = first
     with pytest.raises(RunFolderInUseError, match=f"process {os.getpid()}"):
         RunLock(tmp_path)
-    first.release()
+    del first
     RunLock(tmp_path).release()
 
 
