@@ -21,6 +21,15 @@ def announcement(
     micro = f"{min(actor.ppo_micro_batch_size_per_gpu, images)} images x {window.size} SDE steps"
     if actor.ppo_micro_batch_rows is not None:
         micro = f"{min(actor.ppo_micro_batch_rows, images * window.size)} rows (SDE steps of images)"
+    # At 1 and below the negative prompt has no weight.
+    guidance = "none"
+    if rollout.pipeline.true_cfg_scale > 1:
+        batched = config.actor_rollout_ref.model.batch_guidance
+        forwards = "one forward for both halves" if batched else "a forward for each half"
+        gradient = "the update's gradient goes through both halves"
+        if actor.detach_unconditional:
+            gradient = "the update's gradient leaves the unconditional half out (detach_unconditional)"
+        guidance = f"true_cfg_scale={rollout.pipeline.true_cfg_scale:g}, {forwards}; {gradient}"
     lag = f", {rollout.staleness} batches behind the actor" if rollout.staleness else ""
     return [
         f"Run folder: {root}",
@@ -31,21 +40,6 @@ def announcement(
         f"Reward: {config.reward.in_words()}",
         f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {rollout.algo.sde_type}, window {window.size} in "
         f"[{window.first}, {window.stop}) of {rollout.pipeline.num_inference_steps} steps",
-        f"Guidance: {_guidance_in_words(config)}",
+        f"Guidance: {guidance}",
         f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
     ]
-
-
-def _guidance_in_words(config: FlowGRPOConfig) -> str:
-    """Classifier-free guidance of rollouts and updates: scale, number of forwards, gradient."""
-    parts = config.actor_rollout_ref
-    scale = parts.rollout.pipeline.true_cfg_scale
-    # At 1 and below the negative prompt has no weight.
-    if scale <= 1:
-        return "none"
-    if parts.actor.detach_unconditional:
-        gradient = "the update's gradient leaves the unconditional half out (detach_unconditional)"
-    else:
-        gradient = "the update's gradient goes through both halves"
-    forwards = "one forward for both halves" if parts.model.batch_guidance else "a forward for each half"
-    return f"true_cfg_scale={scale:g}, {forwards}; {gradient}"

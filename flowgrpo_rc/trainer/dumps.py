@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from flowgrpo_rc.messages import one_line, reason
+from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.run_folder import WRITING, sync_path, write_durably
 
 LINES = "images.jsonl"
@@ -26,8 +27,8 @@ LINES = "images.jsonl"
 
 
 @dataclass(frozen=True)
-class DumpedImage:
-    """One line of ``images.jsonl``, in which ``file`` replaces the pixels."""
+class ScoredImage:
+    """An image of a rollout or a validation with its rewards."""
 
     number: int
     """In the batch of all processes, or in the validation."""
@@ -40,6 +41,12 @@ class DumpedImage:
     """The weighted total."""
     rewards: dict[str, float]
     """The parts by name, unweighted."""
+    text: str | None = None
+    """The text that an OCR reward read."""
+    text_score: float | None = None
+    """That reward's score; ``None``: the whole reward."""
+    reference: ReferenceImage | None = None
+    """The first reference image of the prompt."""
 
     @property
     def file(self) -> str:
@@ -47,9 +54,9 @@ class DumpedImage:
         return f"{self.number:05d}.png"
 
     def line(self, step: int) -> dict[str, Any]:
-        """The image's line."""
-        columns = {key: value for key, value in vars(self).items() if key not in ("number", "image")}
-        return {"step": step, "file": self.file, **columns}
+        """The image's line of ``images.jsonl``."""
+        columns = {name: getattr(self, name) for name in ("file", "prompt", "seed", "reward", "rewards")}
+        return {"step": step, **columns}
 
 
 class ImageDump:
@@ -77,7 +84,7 @@ class ImageDump:
                 f"{field}: {self.root} cannot be written ({reason(error)}); give a folder that can, or null"
             ) from error
 
-    def write(self, step: int, images: Sequence[DumpedImage]) -> None:
+    def write(self, step: int, images: Sequence[ScoredImage]) -> None:
         """Write the images of this process; every process calls it, also with none.
 
         Raises:

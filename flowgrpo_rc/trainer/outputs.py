@@ -20,10 +20,10 @@ from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import stack_pictures, write_plots
 from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.run_folder import RunFolder, RunFolderError, write_whole
-from flowgrpo_rc.trainer.dumps import DumpedImage, ImageDump
+from flowgrpo_rc.trainer.dumps import ImageDump, ScoredImage
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, image_numbers
 from flowgrpo_rc.trainer.setup import Run
-from flowgrpo_rc.trainer.validation import Sample, save_grid
+from flowgrpo_rc.trainer.validation import save_grid
 
 OPERATORS = 40
 """Rows of a profile's table."""
@@ -54,13 +54,13 @@ class RunOutputs:
                 self.unwritten.append((what, error))
             self._alert(f"error: {what} could not be written: {one_line(error)}; the run goes on")
 
-    def grid(self, step: int, samples: Sequence[Sample]) -> None:
+    def grid(self, step: int, samples: Sequence[ScoredImage]) -> None:
         """Write the sample grid of a validation."""
         path = self._folder.samples / f"step_{step:05d}.png"
         with self.attempt(str(path)):
             save_grid(path, f"step {step}", samples)
 
-    def images(self, dump: ImageDump, step: int, images: Sequence[DumpedImage]) -> None:
+    def images(self, dump: ImageDump, step: int, images: Sequence[ScoredImage]) -> None:
         """Write the images of a rollout or a validation; every process calls it."""
         with self.attempt(f"images in {dump.root}/"):
             dump.write(step, images)
@@ -73,7 +73,7 @@ class RunOutputs:
             prompt = request.prompts[int(request.request.prompt_index[i])].prompt
             parts = {name: float(values[i]) for name, values in reward.parts.items()}
             seed = request.request.seeds[i]
-            kept.append(DumpedImage(number, images[i], prompt, seed, float(reward.total[i]), parts))
+            kept.append(ScoredImage(number, images[i], prompt, seed, float(reward.total[i]), parts))
         self.images(run.rollout_dump, step + 1, kept)
 
     @contextmanager

@@ -32,17 +32,16 @@ from flowgrpo_rc.rollout.base import MeasuresMemory
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.run_folder import RunFolder, RunFolderError
 from flowgrpo_rc.trainer import launch
-from flowgrpo_rc.trainer.advantages import batch_advantages, reward_statistics
 from flowgrpo_rc.trainer.announcement import announcement
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore, random_states, resume_run, save_run
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console
-from flowgrpo_rc.trainer.dumps import DumpedImage
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger
 from flowgrpo_rc.trainer.outputs import RunOutputs
 from flowgrpo_rc.trainer.performance import peak_memory, speed
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue
+from flowgrpo_rc.trainer.scoring import batch_advantages, reward_statistics
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timeline import Timeline
 from flowgrpo_rc.trainer.timer import StageTimer
@@ -117,8 +116,6 @@ class FlowGRPOTrainer:
             run.clip_bands,
             run.rejection_bands,
         )
-
-    # ------------------------------------------------------------------ one step
 
     def train_step(self) -> dict[str, float]:
         """Roll out one batch of prompts, reward it, correct it, learn from it; returns the step's metrics."""
@@ -230,8 +227,6 @@ class FlowGRPOTrainer:
             named = f"step {self.step + 1}: {error}; their prompts: {', '.join(map(repr, texts)) or 'unknown'}"
             raise NonFiniteUpdateError(named, error.samples) from error
 
-    # ------------------------------------------------------------------ the run
-
     def fit(self) -> RunFolder:
         """Train to the last step; validate, save, log and draw on the way. Returns the run folder, unlocked.
 
@@ -245,8 +240,8 @@ class FlowGRPOTrainer:
         """
         if self._fitted:
             raise RuntimeError(
-                f"fit() ends a trainer: its engine is closed and {self.folder.root} is open to other runs. Make "
-                "another FlowGRPOTrainer(config); with trainer.resume_mode=auto it goes on where this one stopped"
+                "fit() ends a trainer, whose engine is closed. Make another FlowGRPOTrainer(config); with "
+                "trainer.resume_mode=auto it goes on where this one stopped"
             )
         self._fitted = True
         with surviving_console():
@@ -322,8 +317,7 @@ class FlowGRPOTrainer:
 
     def _validate(self) -> dict[str, float]:
         with self.timer("validate"), self.adapter.for_validation():
-            kept: list[DumpedImage] = []
-            metrics, samples = validate(self.run, self.generate, kept.append)
+            metrics, kept, samples = validate(self.run, self.generate)
         if self.run.validation_dump is not None:
             with self.timer("dump"):
                 self.outputs.images(self.run.validation_dump, self.step, kept)
@@ -380,8 +374,6 @@ class FlowGRPOTrainer:
             history = History(self.folder.rows(), self.config.to_dict(), timeline=self.folder.timeline_lines())
             files = [*self.outputs.pictures(history), self.folder.metrics, *adapters]
             self.logger.summary(history, [str(path) for path in files])
-        # Before the barrier, which may take long: engines hold memory that nobody needs any more.
-        self.run.engine.close()
         self.accelerator.wait_for_everyone()
         self.outputs.raise_unwritten(self.step, [self.folder.metrics, *adapters, self.checkpoints.newest_complete()])
 

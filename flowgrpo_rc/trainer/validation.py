@@ -1,21 +1,20 @@
 """Validation: held-out prompts, fixed noise, deterministic sampling with the rollout engine; sample grids."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rewards import PartialScoring
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
 from flowgrpo_rc.run_folder import write_whole
-from flowgrpo_rc.trainer.dumps import DumpedImage
+from flowgrpo_rc.trainer.dumps import ScoredImage
 from flowgrpo_rc.trainer.scoring import names_of_all
 from flowgrpo_rc.trainer.setup import Run
 
@@ -30,56 +29,37 @@ GAP = 8
 
 Generate = Callable[[RolloutRequest], Trajectories]
 """Samples, and checks that the engine did as requested."""
-Keep = Callable[[DumpedImage], object]
-"""Receives an image with its prompt and rewards."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One validation image with its reward."""
-
-    image: np.ndarray
-    """``(H, W, 3)`` uint8."""
-    prompt: str
-    reward: float
-    text: str | None = None
-    """The text that an OCR reward read."""
-    text_score: float | None = None
-    """That reward's score; ``None``: the whole reward."""
-    reference: ReferenceImage | None = None
-    """The first reference image of the prompt."""
-
-
-def validate(run: Run, generate: Generate, keep: Keep = lambda _image: None) -> tuple[dict[str, float], list[Sample]]:
+def validate(run: Run, generate: Generate) -> tuple[dict[str, float], list[ScoredImage], list[ScoredImage]]:
     """Score ``val_kwargs.n`` images of every validation prompt.
 
     The number of image ``k`` of prompt ``i`` is ``k * prompts + i``. It always starts from the same noise, so that two
     validations differ by the adapter only. The images are split over the processes. A process with one image less
-    samples another one again, so that all engines have equal work. ``keep`` is called with each image that this process
-    has rewarded.
+    samples another one again, so that all engines have equal work.
 
     Returns:
-        Over all processes, the mean rewards as ``val/reward/...`` and the first images, for the grids.
+        The mean rewards over all processes as ``val/reward/...``, this process's images, and the first images of all
+        processes, for the grids.
 
     Raises:
         RewardError: a function failed, or did not report the same parts of its score for all images.
     """
-    from accelerate.utils import gather_object
-
     accelerator = run.accelerator
     count = len(run.val_prompts) * run.config.actor_rollout_ref.rollout.val_kwargs.n
     own = list(range(accelerator.process_index, count, accelerator.num_processes))
     # Equal work on every process: a sharded transformer gathers its weights in every forward.
     most = -(-count // accelerator.num_processes)
     images = _sample(run, generate, own + [0] * (most - len(own)))[: len(own)]
-    scored = gather_object(_score(run, own, images, keep) if own else [])
+    scored = _score(run, own, images) if own else []
     # In the order of the images, whatever the number of processes.
-    scored.sort(key=itemgetter(0))
-    rewards = [one for _, one, _ in scored]
+    everyones = gather_object([(one.number, {"mean": one.reward} | one.rewards) for one in scored])
+    rewards = [found for _, found in sorted(everyones, key=itemgetter(0))]
     # A mean over some of the images only would be another metric under the same name.
     names = names_of_all(rewards)
     metrics = {f"val/reward/{name}": float(np.mean([one[name] for one in rewards])) for name in names}
-    return metrics, [sample for _, _, sample in scored if sample is not None]
+    shown = gather_object([one for one in scored if one.number < run.config.trainer.log_val_generations])
+    return metrics, scored, sorted(shown, key=lambda one: one.number)
 
 
 def _sample(run: Run, generate: Generate, numbers: list[int]) -> np.ndarray:
@@ -104,11 +84,8 @@ def _sample(run: Run, generate: Generate, numbers: list[int]) -> np.ndarray:
     return trajectories.images.numpy()
 
 
-def _score(
-    run: Run, numbers: list[int], images: np.ndarray, keep: Keep
-) -> list[tuple[int, dict[str, float], Sample | None]]:
-    """Each image's number, its rewards by name (``mean`` is the total; observers are included) and its cell of the
-    sample grid, if it has one."""
+def _score(run: Run, numbers: list[int], images: np.ndarray) -> list[ScoredImage]:
+    """Reward the images of these numbers; the parts of observers are included."""
     records = [_prompt(run, number) for number in numbers]
     prompts = [record.prompt for record in records]
     metadata = [record.metadata for record in records]
@@ -118,19 +95,20 @@ def _score(
     results = [PartialScoring(mix, prompts, metadata, part).result(images) for mix in mixes]
     scores = {name: values for one in results for name, values in (one.parts | one.inner_parts).items()}
     reward = results[0]
-    texts = reward.texts or [None] * len(numbers)
-    text_scores = [None] * len(numbers) if reward.reader is None else reward.parts[reward.reader].tolist()
-    scored = []
-    for i, number in enumerate(numbers):
-        parts = {name: float(values[i]) for name, values in scores.items()}
-        total = float(reward.total[i])
-        sample = None
-        if number < run.config.trainer.log_val_generations:
-            reference = next(iter(records[i].images), None)
-            sample = Sample(images[i], prompts[i], total, texts[i], text_scores[i], reference)
-        keep(DumpedImage(number, images[i], prompts[i], _seed(run, number), total, parts))
-        scored.append((number, {"mean": total} | parts, sample))
-    return scored
+    return [
+        ScoredImage(
+            number=number,
+            image=images[i],
+            prompt=prompts[i],
+            seed=_seed(run, number),
+            reward=float(reward.total[i]),
+            rewards={name: float(values[i]) for name, values in scores.items()},
+            text=reward.texts[i] if reward.texts else None,
+            text_score=None if reward.reader is None else float(reward.parts[reward.reader][i]),
+            reference=next(iter(records[i].images), None),
+        )
+        for i, number in enumerate(numbers)
+    ]
 
 
 def _prompt(run: Run, number: int) -> PromptRecord:
@@ -141,7 +119,7 @@ def _seed(run: Run, number: int) -> int:
     return seed_for(run.config.actor_rollout_ref.rollout.val_kwargs.seed, VALIDATION, 0, number)
 
 
-def save_grid(path: Path, title: str, samples: Sequence[Sample], columns: int = 12) -> None:
+def save_grid(path: Path, title: str, samples: Sequence[ScoredImage], columns: int = 12) -> None:
     """Write one PNG with captioned images under a title, each to the right of its reference image.
 
     Raises:

@@ -10,7 +10,7 @@ from PIL import Image
 from flowgrpo_rc.rollout.seeds import IMAGE, VALIDATION, seed_for
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer import setup as trainer_setup
-from flowgrpo_rc.trainer.dumps import DumpedImage, ImageDump
+from flowgrpo_rc.trainer.dumps import ImageDump, ScoredImage
 
 
 def lines(folder):
@@ -19,7 +19,7 @@ def lines(folder):
 
 def kept(number, step=1, reward=0.5):
     pixels = np.full((4, 4, 3), number, dtype=np.uint8)
-    return DumpedImage(number, pixels, f"prompt {number}", 7 + number, reward, {"ocr": reward})
+    return ScoredImage(number, pixels, f"prompt {number}", 7 + number, reward, {"ocr": reward})
 
 
 class Alone:

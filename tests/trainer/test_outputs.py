@@ -12,8 +12,9 @@ from flowgrpo_rc.prompt import ReferenceImage, content_digest
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import stack_pictures
 from flowgrpo_rc.run_folder import RunFolder
+from flowgrpo_rc.trainer.dumps import ScoredImage
 from flowgrpo_rc.trainer.logging import NonFiniteMetricError, RunLogger
-from flowgrpo_rc.trainer.validation import Sample, save_grid
+from flowgrpo_rc.trainer.validation import save_grid
 
 ROW = {
     "reward/mean": 0.5,
@@ -161,9 +162,13 @@ def test_terminal_shows_reward_kl_and_gap(tmp_path, capsys):
     assert "a.png" in shown
 
 
+def shown(image, prompt, reward, **more):
+    return ScoredImage(0, image, prompt, 0, reward, {}, **more)
+
+
 def test_grid_shows_every_image_in_its_place(tmp_path):
     colours = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
-    samples = [Sample(np.full((32, 32, 3), c, np.uint8), f"prompt {i}", 1.0, "42") for i, c in enumerate(colours)]
+    samples = [shown(np.full((32, 32, 3), c, np.uint8), f"prompt {i}", 1.0, text="42") for i, c in enumerate(colours)]
     save_grid(tmp_path / "grid.png", "step 0", samples, columns=2)
     picture = np.asarray(Image.open(tmp_path / "grid.png"))
     cell, step = 96, 104
@@ -181,7 +186,7 @@ def test_an_edit_stands_behind_its_reference(tmp_path):
     content = file.getvalue()
     blue = ReferenceImage(content_digest(content), 20, 30, "rows:1", content=content)
     red = np.full((32, 32, 3), (255, 0, 0), np.uint8)
-    samples = [Sample(red, "make it red", 1.0, reference=reference) for reference in (blue, None, blue)]
+    samples = [shown(red, "make it red", 1.0, reference=reference) for reference in (blue, None, blue)]
     save_grid(tmp_path / "grid.png", "", samples, columns=3)
     picture = np.asarray(Image.open(tmp_path / "grid.png"))
     assert picture.shape[1] == 8 + 2 * (96 + 50 + 8)
