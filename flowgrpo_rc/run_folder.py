@@ -87,7 +87,7 @@ class RunFolder:
                     continue
                 folder.lock = RunLock(folder.root)
                 if not fresh or not folder.is_used():
-                    break
+                    return folder
                 folder.lock.release()  # another run began and ended there in between
             except RunFolderInUseError:
                 if not fresh:
@@ -97,7 +97,7 @@ class RunFolder:
                     f"{field}: {folder.root} cannot be a run folder ({reason(error)}: "
                     f"{error.filename or folder.root}); give a folder that can be written"
                 ) from error
-        return folder
+        raise AssertionError("unreachable")
 
     def close(self) -> None:
         """Release the lock."""
