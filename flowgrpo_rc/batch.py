@@ -9,13 +9,12 @@ Inside the trainer the old policy is a value, ``OldPolicy``. In a trainer of you
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowgrpo_rc.correction.mapping import TensorMapping, as_mapping, optional, response_mask
 from flowgrpo_rc.correction.numerics.compute import correct_and_measure, weights_and_mask
 from flowgrpo_rc.correction.numerics.moments import Moments, merge_over_ranks, metrics_from_moments
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
@@ -62,6 +61,56 @@ class Key:
     """``(B, T)`` of any dtype, tokens only: non-zero at valid tokens."""
     REF_LOG_PROBS = "ref_log_probs"
     """``(B, T)`` float32, tokens with ``use_kl_loss`` only: from the reference policy."""
+
+
+# Reading tensors by name from a dict, a TensorDict or an object that holds one.
+
+
+@runtime_checkable
+class TensorMapping(Protocol):
+    """A dict of tensors, a ``TensorDict``, or anything else with keys."""
+
+    def keys(self) -> Any: ...
+    def __getitem__(self, name: str, /) -> Any: ...
+
+
+@runtime_checkable
+class BatchHolder(Protocol):
+    """An object with its tensors in ``.batch``, such as verl's ``DataProto``."""
+
+    @property
+    def batch(self) -> Any: ...
+
+
+def as_mapping(batch: object) -> TensorMapping:
+    """The mapping inside: ``batch.batch`` where there is one, else the batch itself.
+
+    Raises:
+        ValueError: neither is a mapping.
+    """
+    for data in (None if isinstance(batch, Mapping) else getattr(batch, "batch", None), batch):
+        if isinstance(data, TensorMapping):
+            return data
+    raise ValueError(f"A {type(batch).__name__} is no batch: give a TensorDict, a dict, or an object with .batch.")
+
+
+def optional(mapping: TensorMapping, name: str) -> Tensor | None:
+    """The tensor of that name; ``None`` where it is absent or ``None``."""
+    return mapping[name] if name in mapping.keys() else None  # noqa: SIM118  (a TensorDict refuses plain ``in``)
+
+
+def response_mask(data: TensorMapping, log_prob: Tensor) -> Bool[Tensor, "B T"] | None:
+    """Valid tokens, from a mask of any dtype; ``None`` on the diffusion path, which has no such key."""
+    # SDE windows are dense, so that only tokens have a mask.
+    mask = optional(data, "response_mask")
+    if mask is None:
+        return None
+    if mask.dim() != 2 or mask.shape != log_prob.shape:
+        raise ValueError(
+            f"response_mask has shape {tuple(mask.shape)} and log_probs {tuple(log_prob.shape)}; "
+            "on the token path both must be (B, T)"
+        )
+    return mask != 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,10 +265,8 @@ def weights_and_keep(
         config: without batch normalisation of the weights.
     """
     batch = _mapping_with((Key.ROLLOUT_LOG_PROBS,), batch, "rollout correction")
-    plan = config.plan()
-    bounds = optional(batch, Key.ROLLOUT_RS_BOUNDS) if plan.calibrated else None
-    # Other modes ignore bounds; a batch may carry them all the same.
-    weights, keep = weights_and_mask(log_probs, batch[Key.ROLLOUT_LOG_PROBS], plan=plan, row_bounds=bounds)
+    bounds = optional(batch, Key.ROLLOUT_RS_BOUNDS)
+    weights, keep = weights_and_mask(log_probs, batch[Key.ROLLOUT_LOG_PROBS], plan=config.plan(), row_bounds=bounds)
     return _in_the_loss(weights, keep), keep
 
 

@@ -359,12 +359,13 @@ def plan_of_options(
     rollout_rs_threshold: ThresholdSpec = None,
 ) -> CorrectionPlan:
     """The plan of verl's options: no weights without a threshold; k1 bands act on ``r``, as documented."""
+    # verl does not look at a threshold that has nothing to act on.
     return make_plan(
         None if rollout_is_threshold is None else rollout_is,
-        rollout_is_threshold,
+        None if rollout_is is None else rollout_is_threshold,
         rollout_is_batch_normalize,
         rollout_rs=rollout_rs,
-        rollout_rs_threshold=rollout_rs_threshold,
+        rollout_rs_threshold=None if rollout_rs is None else rollout_rs_threshold,
     )
 
 

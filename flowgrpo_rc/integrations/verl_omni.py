@@ -23,8 +23,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc import batch as trajectory
-from flowgrpo_rc.batch import Key
-from flowgrpo_rc.correction.mapping import optional
+from flowgrpo_rc.batch import Key, optional
 from flowgrpo_rc.correction.numerics.compute import compute_offpolicy_metrics, run_plan
 from flowgrpo_rc.correction.options import dialects
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig

@@ -11,8 +11,7 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
-from flowgrpo_rc.batch import Key
-from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, optional
+from flowgrpo_rc.batch import BatchHolder, Key, TensorMapping, as_mapping, optional
 from flowgrpo_rc.loss.aggregation import ALL_STEPS, KEPT_STEPS
 from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs, check_shape, read_inputs, require
 from flowgrpo_rc.loss.objectives import OBJECTIVES

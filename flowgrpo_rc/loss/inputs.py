@@ -26,9 +26,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowgrpo_rc.batch import Key
+from flowgrpo_rc.batch import Key, TensorMapping, as_mapping, optional
 from flowgrpo_rc.correction import RolloutCorrection, RolloutCorrectionConfig, compute_rollout_correction
-from flowgrpo_rc.correction.mapping import TensorMapping, as_mapping, optional
 from flowgrpo_rc.loss.aggregation import Aggregation
 from flowgrpo_rc.loss.objectives import CLIP_BAND, OBJECTIVES, LossOptions, Threshold
 from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, PolicyTerms, reinforce

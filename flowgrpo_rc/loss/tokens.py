@@ -9,8 +9,7 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
-from flowgrpo_rc.batch import Key
-from flowgrpo_rc.correction.mapping import BatchHolder, TensorMapping, as_mapping, response_mask
+from flowgrpo_rc.batch import BatchHolder, Key, TensorMapping, as_mapping, response_mask
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
 from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs, like_log_probs, read_inputs, require
 from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES

@@ -16,6 +16,7 @@ from torch import Tensor
 from flowgrpo_rc.correction.numerics import metrics
 from flowgrpo_rc.correction.numerics.moments import (
     BATCH_NORM_FACTOR,
+    Figure,
     Moments,
     RolloutCorrection,
     batch_divisor,
@@ -119,12 +120,8 @@ def compute_rollout_correction(
     ``rs_bounds`` ``(B,)`` is read with ``rollout_rs_threshold=auto`` alone: the rejection bound of every row, on the
     size of the aggregated log ratio for k1 and on the statistic for k2 and k3.
     """
-    plan = config.plan()
-    # A batch may carry bounds that this configuration does not use.
-    bounds = rs_bounds if plan.calibrated else None
-    return run_plan(
-        log_prob, rollout_log_prob, mask, plan=plan, row_bounds=bounds, timesteps=timesteps, dp_group=dp_group
-    )
+    options = {"row_bounds": rs_bounds, "timesteps": timesteps, "dp_group": dp_group}
+    return run_plan(log_prob, rollout_log_prob, mask, plan=config.plan(), **options)
 
 
 def compute_rollout_correction_weights(
@@ -214,11 +211,11 @@ def correct_and_measure(
     valid = None if timesteps is None else x.valid
     # Everything that the host needs crosses together: this is the one wait for the device.
     parts = (table.totals(), of_criteria.totals(), sums, found.row_bounds, gaps, valid, timesteps)
-    totals, criterion_totals, sums, bounds, *by_element = _to_host(*parts)
+    totals, criterion_totals, sums, bounds, *of_elements = _to_host(*parts)
     for row, bound in enumerate(bounds):
         if not 0 < bound < math.inf:
             raise ValueError(f"rollout_rs_bounds: row {row} has {bound}; give positive, finite numbers.")
-    figures = table.figures(totals) | of_criteria.figures(criterion_totals) | metrics.gaps_by_timestep(*by_element)
+    figures = table.figures(totals) | of_criteria.figures(criterion_totals) | metrics.gaps_by_timestep(*of_elements)
     elements, log_ratio_sum = figures["kl"].numbers
     # Every NaN or infinite log-prob is in the sum of l, so that no element has to be looked at.
     if not math.isfinite(log_ratio_sum):
@@ -226,14 +223,14 @@ def correct_and_measure(
         raise NonFiniteLogProbError(_by_row(log_prob), _by_row(rollout_log_prob), m)
     if elements == 0:
         raise ValueError("The mask has no valid element: there is nothing to correct.")
-    divisor = batch_divisor(*sums) if sums else None
-    weights = found.weights
-    if weights is not None:
-        weights = (weights if divisor is None else weights / divisor).view(log_prob.shape)
+    weights = None if found.importance is None else found.importance.applied(x).view_as(log_prob)
+    if weights is not None and sums:
+        figures[BATCH_NORM_FACTOR] = Figure(batch_divisor, tuple(sums))
+        weights = weights / figures[BATCH_NORM_FACTOR].value
     # In the mask's own dtype and with its values, which need not be 0 and 1.
-    keep = found.rejection.keep.view(log_prob.shape)
+    keep = found.rejection.keep.view_as(log_prob)
     kept = keep if mask is None else mask.masked_fill(~keep, 0)
-    return weights, kept, Moments(plan, figures, divisor)
+    return weights, kept, Moments(plan, figures)
 
 
 @torch.no_grad()
@@ -252,7 +249,7 @@ def weights_and_mask(
         TypeError, ValueError: shapes, dtypes or devices, as ``run_plan``.
     """
     found = _correct(plan, row_bounds, log_prob, rollout_log_prob)
-    weights = None if found.weights is None else found.weights.view_as(log_prob)
+    weights = None if found.importance is None else found.importance.applied(found.log_ratios).view_as(log_prob)
     return weights, found.rejection.keep.view_as(log_prob)
 
 
@@ -261,10 +258,6 @@ class _Corrected(NamedTuple):
     importance: ImportanceWeights | None
     rejection: Rejection
     row_bounds: Tensor | None
-
-    @property
-    def weights(self) -> Tensor | None:
-        return None if self.importance is None else self.importance.applied(self.log_ratios)
 
 
 def _correct(

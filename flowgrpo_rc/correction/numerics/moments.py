@@ -141,8 +141,6 @@ class Moments:
     plan: CorrectionPlan
     figures: Mapping[str, Figure]
     """Every metric by its name. Metrics of single timesteps need not be in every batch."""
-    divisor: float | None = None
-    """The divisor of batch normalisation; None when unknown (after a merge) or without normalisation."""
 
     def merge(self, other: "Moments") -> "Moments":
         """Moments of both batches together.
@@ -153,7 +151,6 @@ class Moments:
         if self.plan != other.plan:
             # Bounds enter the numbers, so those of other options would mix two meanings.
             raise ValueError("Only results computed with the same options can be merged.")
-        # The divisor is not merged: micro-batches that were normalised apart have none in common.
         both = {
             name: figure.merge(other.figures[name]) for name, figure in self.figures.items() if name in other.figures
         }
@@ -162,11 +159,8 @@ class Moments:
 
 def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Metrics:
     """Every metric that the moments' options give, as Python floats."""
-    out = {name: figure.value for name, figure in moments.figures.items() if not name.startswith(_SLIME_ONLY)}
-    if moments.divisor is not None:
-        # The divisor covers all ranks, also while the other numbers are still those of one.
-        out[BATCH_NORM_FACTOR] = moments.divisor
-    return {prefix + name: value for name, value in out.items()}
+    shown = {name: figure for name, figure in moments.figures.items() if not name.startswith(_SLIME_ONLY)}
+    return {prefix + name: figure.value for name, figure in shown.items()}
 
 
 @dataclass(frozen=True, slots=True)
