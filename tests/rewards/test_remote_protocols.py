@@ -19,29 +19,17 @@ FILES = [images.encode(image, "png") for image in IMAGES]
 REQUEST = Request(files=FILES, prompts=PROMPTS, metadata=METADATA)
 
 
-def test_our_request_is_the_documented_json():
+def test_requests_are_what_the_servers_read():
+    """DeQA reads the images, UnifiedReward the prompts too, GenEval the rows, which hold their prompt in its files."""
     content = json.loads(PROTOCOLS["json"].write_request(REQUEST))
-    assert content["prompts"] == PROMPTS
-    assert content["metadata"] == METADATA
+    assert (content["prompts"], content["metadata"]) == (PROMPTS, METADATA)
     for text, image in zip(content["images"], IMAGES, strict=True):
         np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))), image)
-
-
-def test_verl_omnis_request_is_its_clients():
-    assert pickle.loads(PROTOCOLS["verl_omni"].write_request(REQUEST)) == {
-        "images": FILES,
-        "prompts": PROMPTS,
-        "metadata": {},
-    }
-
-
-def test_flow_grpos_request_has_what_each_of_its_servers_reads():
-    """DeQA reads the images, UnifiedReward the prompts too, GenEval the rows, which hold their prompt in its files."""
-    content = pickle.loads(PROTOCOLS["flow_grpo"].write_request(REQUEST))
-    assert content["images"] == FILES
-    assert content["prompts"] == PROMPTS
-    assert content["meta_datas"] == [{"prompt": p, **row} for p, row in zip(PROMPTS, METADATA, strict=True)]
-    assert content["only_strict"] is True
+    plain = {"images": FILES, "prompts": PROMPTS}
+    assert pickle.loads(PROTOCOLS["verl_omni"].write_request(REQUEST)) == {**plain, "metadata": {}}
+    rows = [{"prompt": p, **row} for p, row in zip(PROMPTS, METADATA, strict=True)]
+    found = pickle.loads(PROTOCOLS["flow_grpo"].write_request(REQUEST))
+    assert found == {**plain, "meta_datas": rows, "only_strict": True}
 
 
 @pytest.mark.parametrize("name", SERVED)

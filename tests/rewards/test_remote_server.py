@@ -62,6 +62,7 @@ def test_a_function_that_fails_is_an_error_and_the_server_goes_on(tmp_path, body
 
 
 def test_wrong_requests_are_refused_and_the_connection_goes_on(tmp_path):
+    expected = {"status": "ok", "function": "f", "version": __version__, "requests": 1, "images": 3, "waiting": 0}
     with serving(write(tmp_path, BRIGHTNESS)) as server:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
         for body, status in ((b"{", 400), (request_body(), 200), (request_body(prompts=["a"]), 400)):
@@ -71,7 +72,10 @@ def test_wrong_requests_are_refused_and_the_connection_goes_on(tmp_path):
             assert response.status == status
             assert ("error" in answer) == (status == 400)
         connection.close()
-        assert server.health()["requests"] == 1
+        status, body = exchange(server, "GET", "/health")
+        assert (status, json.loads(body)) == (200, expected)
+        assert exchange(server, "GET", "/secrets")[0] == 404
+        assert exchange(server, "DELETE", "/health")[0] == 405
 
 
 def test_requests_that_are_too_large_or_have_no_length_are_refused(tmp_path, monkeypatch):
@@ -84,31 +88,28 @@ def test_requests_that_are_too_large_or_have_no_length_are_refused(tmp_path, mon
         assert (status, "Content-Length" in json.loads(answer)["error"]) == (411, True)
 
 
-def test_health_names_function_and_version(tmp_path):
-    with serving(write(tmp_path, BRIGHTNESS)) as server:
-        post(server, request_body())
-        status, body = exchange(server, "GET", "/health")
-        assert exchange(server, "GET", "/secrets")[0] == 404
-        assert exchange(server, "DELETE", "/health")[0] == 405
-    expected = {"status": "ok", "function": "f", "version": __version__, "requests": 1, "images": 3, "waiting": 0}
-    assert (status, json.loads(body)) == (200, expected)
-
-
 def test_two_requests_are_decoded_at_once_at_most(tmp_path, monkeypatch):
-    """Eight clients, each with pictures that take gigabytes together: one is scored, the next one is ready."""
-    decoded = []
+    """Eight clients at once: one is scored, the next one is ready, and everyone gets the scores of its own images."""
+    decoded, answers = [], {}
 
-    def slow_decode(files):
+    def noting(files):
         decoded.append(server.requests)
         return decode(files)
 
-    monkeypatch.setattr(module, "decode", slow_decode)
-    with serving(write(tmp_path, function("time.sleep(0.02)\nreturn [1.0] * len(images)"))) as server:
-        threads = [threading.Thread(target=post, args=[server, request_body()]) for _ in range(8)]
+    def ask(value):
+        images = np.full((2, 8, 8, 3), value, np.uint8)
+        answers[value] = json.loads(post(server, request_body("json", images, ["a"] * 2, [{}] * 2))[1])["scores"]
+
+    monkeypatch.setattr(module, "decode", noting)
+    calls = "global inside\ninside += 1\nassert inside == 1\ntime.sleep(0.02)\ninside -= 1"
+    source = function(f"{calls}\nreturn images.mean((1, 2, 3))")
+    with serving(write(tmp_path, f"inside = 0\n{source}")) as server:
+        threads = [threading.Thread(target=ask, args=[value]) for value in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+    assert answers == {value: [value, value] for value in range(8)}
     # The request number n is decoded when n - 1 have been scored.
     assert len(decoded) == 8
     assert all(scored >= number - 1 for number, scored in enumerate(decoded))
@@ -149,26 +150,6 @@ def test_a_key_is_asked_for_and_never_logged(tmp_path, capfd):
     assert "s3cret" not in logged
     assert "wr0ng" not in logged
     assert logged.count(" 200 ") == 2
-
-
-def test_one_request_at_a_time(tmp_path):
-    """Eight clients at once: no two calls overlap, and everyone gets the scores of its own images."""
-    source = function(
-        "global inside\ninside += 1\nassert inside == 1\ntime.sleep(0.02)\ninside -= 1\nreturn images.mean((1, 2, 3))"
-    )
-    with serving(write(tmp_path, "inside = 0\n" + source)) as server:
-        answers = {}
-
-        def ask(value):
-            images = np.full((2, 8, 8, 3), value, np.uint8)
-            answers[value] = json.loads(post(server, request_body("json", images, ["a"] * 2, [{}] * 2))[1])
-
-        threads = [threading.Thread(target=ask, args=[value]) for value in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert {value: answer["scores"] for value, answer in answers.items()} == {v: [v, v] for v in range(8)}
 
 
 def test_too_many_waiting_requests_are_sent_away_and_abandoned_ones_not_scored(tmp_path, monkeypatch):
