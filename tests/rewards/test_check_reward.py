@@ -10,7 +10,7 @@ from reward_server import serving
 
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rewards.check.expectations import EXPECTATIONS, PROMPT, QUALITY, REFERENCE, Expectation
-from flowgrpo_rc.rewards.check.pictures import SETS, colours, damaged, numbers, scenes
+from flowgrpo_rc.rewards.check.pictures import SETS, colours, numbers, scenes
 from flowgrpo_rc.rewards.registry import REWARDS
 
 ORACLE = """
@@ -189,13 +189,6 @@ def test_what_cannot_be_checked_is_refused_in_a_line(capsys, arguments, message)
     assert said.out == ""
 
 
-def test_a_function_that_fails_is_told(tmp_path, capsys):
-    path = write(tmp_path, "def f(images, prompts, metadata): return np.nan * images[:, 0, 0, 0]\n")
-    section = "reward.custom_reward_function"
-    assert main(["check-reward", "f", f"{section}.path={path}", f"{section}.name=f"]) == 2
-    assert "reward function 'f' " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["ocr", "jpeg_compressibility"])
 def test_the_built_in_rewards_that_run_here_pass(name, capsys):
     assert main(["check-reward", name]) == 0
@@ -211,23 +204,6 @@ def test_every_built_in_reward_is_expected_something_of():
         assert expected.pictures in SETS
         assert expected.low < expected.high
         assert expected.order in (PROMPT, QUALITY, REFERENCE)
-
-
-def test_the_pictures_are_what_their_prompts_say():
-    texts = [picture.metadata["ground_truth"] for picture in numbers()]
-    assert len(set("".join(texts))) == 8
-    red, blue = (picture.image.astype(int) for picture in colours())
-    # The two differ in the umbrella alone: one is red, the other blue.
-    changed = np.abs(red - blue).max(-1) > 100
-    assert 0.1 < changed.mean() < 0.5
-    assert (red[changed, 0] > red[changed, 2]).all()
-    assert (blue[changed, 2] > blue[changed, 0]).all()
-    for picture in [*numbers(), *scenes(), *colours()]:
-        assert picture.image.shape == (256, 256, 3)
-        assert picture.image.dtype == np.uint8
-    images = np.stack([picture.image for picture in scenes()])
-    # Clipping at 0 and 255 makes the noise a little weaker.
-    assert 40 < (damaged(images).astype(float) - images).std() < 60
 
 
 def test_one_of_several_functions_is_checked_alone(tmp_path, capsys):

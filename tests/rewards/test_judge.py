@@ -14,7 +14,7 @@ from PIL import Image
 from stub_server import Reply, StubServer
 
 from flowgrpo_rc.prompt import ReferenceImage, content_digest
-from flowgrpo_rc.rewards import RewardConfig, RewardError, build_reward
+from flowgrpo_rc.rewards import RewardError
 
 SECRET = "sk-verySecret0123456789"
 BLANK = 255
@@ -288,14 +288,6 @@ def test_a_server_of_another_kind(reply, told):
     ):
         FakeJudge.reward(server)
     assert "\n" not in str(caught.value)
-
-
-def test_the_configuration_records_who_judges():
-    with FakeJudge(by_number) as server:
-        config = RewardConfig(functions={"judge": 1.0}, judge={"base_url": f"{server.url}/v1", "questions": ["score"]})
-        build_reward(config)
-    assert config.judge.model == MODEL
-    assert config.in_words() == f"1 x judge ({MODEL})"
 
 
 # ---------------------------------------------------------------- a hostile server

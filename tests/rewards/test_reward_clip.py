@@ -78,26 +78,6 @@ def test_micro_batches_do_not_matter(folder: Path, images: np.ndarray, scores: n
     np.testing.assert_allclose(found, scores, rtol=0, atol=ROUNDING)
 
 
-def test_each_distinct_prompt_is_encoded_once_and_images_in_micro_batches(
-    folder: Path, images: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reward = CLIPCosine(config(folder, micro_batch_size=2))
-    seen: dict[str, list[int]] = {"texts": [], "images": []}
-    for kind, method, argument in (
-        ("texts", "get_text_features", "input_ids"),
-        ("images", "get_image_features", "pixel_values"),
-    ):
-        own = getattr(reward.network, method)
-
-        def counted(own: Any = own, kind: str = kind, argument: str = argument, **inputs: Any) -> Any:
-            seen[kind].append(len(inputs[argument]))
-            return own(**inputs)
-
-        monkeypatch.setattr(reward.network, method, counted)
-    reward(images, PROMPTS)
-    assert seen == {"texts": [2, 1], "images": [2, 2, 1]}
-
-
 def test_images_of_any_shape_and_without_colour(folder: Path) -> None:
     """The shortest side becomes the network's, the middle is taken; equal channels are a grey image."""
     from transformers import CLIPModel

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from tests_support import wait_until
 
 from flowgrpo_rc.processes import RemoteObject
 from flowgrpo_rc.rewards import OCRConfig, OCRReward, RewardConfig, RewardError, build_reward
-from flowgrpo_rc.rewards.mix import build_observers
 from flowgrpo_rc.rewards.workers import WorkerReward
 
 pytestmark = pytest.mark.process
@@ -83,17 +81,6 @@ def test_ctrl_c_ends_a_call_and_the_workers(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(KeyboardInterrupt):
         reward(pictures(), PROMPTS)
     assert not any(map(alive, reward.pids))
-
-
-def test_they_end_with_the_mix_of_validation_too() -> None:
-    looking: dict[str, Any] = {"functions": {"jpeg_compressibility": 1.0}, "val_functions": {"ocr": True}}
-    mix = build_observers(RewardConfig(num_workers=1, **looking))
-    assert mix is not None
-    (pid,) = mix.functions["ocr"].function.pids
-    assert alive(pid)
-    mix.close()
-    assert not alive(pid)
-    mix.close()
 
 
 SCRIPT = """

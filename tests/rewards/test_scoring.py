@@ -131,6 +131,32 @@ def test_nothing_more_is_scored_after_abandon() -> None:
     assert calls == [3]
 
 
+def test_a_failing_function_ends_the_calls_of_the_others() -> None:
+    """In a validation nobody else would: a server would go on scoring what nobody reads."""
+    begun, go_on, calls = threading.Event(), threading.Event(), []
+
+    def far(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
+        calls.append(len(images))
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return [0.0] * len(images)
+
+    def near(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
+        assert begun.wait(WAIT_S)
+        raise KeyError("gone")
+
+    far.streams = far.computes_elsewhere = near.streams = True  # type: ignore[attr-defined]
+    mix = RewardMix({"far": far, "near": near}, {"far": 1.0, "near": 1.0}, builtin=["far"])
+    scoring = PartialScoring(mix, PROMPTS, METADATA, 3)
+    scoring.score_ahead(IMAGES[:3], ["far"])
+    scoring.score_ahead(IMAGES[3:], ["far"])
+    with pytest.raises(RewardError, match="'near' raised KeyError"):
+        scoring.result(IMAGES)
+    go_on.set()
+    wait_until(lambda: not scoring_threads())
+    assert calls == [3]
+
+
 def scoring_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
 
