@@ -143,13 +143,6 @@ def test_batch_normalisation_of_the_table(level, factor):
     torch.testing.assert_close(result.weights, plain.weights / factor)
 
 
-def test_batch_normalisation_leaves_zero_weights_alone():
-    p, q = _ratios([[5.0, 6.0]])
-    result = compute_rollout_correction_weights(p, q, rollout_is_threshold="0.5_2.0", rollout_is_batch_normalize=True)
-    assert torch.equal(result.weights, torch.zeros(1, 2, dtype=torch.float64))
-    assert result.metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1.0
-
-
 @pytest.mark.parametrize(
     ("option", "threshold", "keep"),
     [
@@ -255,18 +248,6 @@ def test_exponents_stop_at_the_safety_bound(level):
     result = compute_rollout_correction_weights(p, torch.zeros_like(p), rollout_is=level, rollout_is_threshold=1e12)
     want = torch.tensor([[20.0], [-20.0], [19.0], [-19.0]], dtype=torch.float64).exp()
     torch.testing.assert_close(result.weights, want)
-
-
-def test_defaults_of_the_threshold_forms():
-    p, q = _ratios([[0.3, 1.0, 4.0]])
-    numeric = compute_rollout_correction_weights(p, q, rollout_is_threshold=2.0)
-    torch.testing.assert_close(numeric.weights, torch.tensor([[0.3, 1.0, 2.0]], dtype=torch.float64))
-    band = compute_rollout_correction_weights(p, q, rollout_is_threshold="0.5_2.0")
-    torch.testing.assert_close(band.weights, torch.tensor([[0.0, 1.0, 0.0]], dtype=torch.float64))
-    assert band.mask.all()
-    # a lone number with an explicit two-sided mode is [1/u, u]
-    clip = compute_rollout_correction_weights(p, q, rollout_is_threshold="2", rollout_is_mode="clip")
-    torch.testing.assert_close(clip.weights, torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64))
 
 
 def test_one_dimensional_input_is_one_column():

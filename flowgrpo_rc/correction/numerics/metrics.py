@@ -125,6 +125,7 @@ def diagnostics(table: MetricTable, x: LogRatios) -> None:
     table.elements("kl", mean, -x.log_ratio)
     table.elements("k3_kl", mean, x.k3)
     table.elements("chi2_token", chi_squared, e, e * e)
+    # A product of many ratios may be huge; its exponent is clamped before it is squared.
     table.rows("chi2_seq", mean_excess, safe_exp(row_sum(x.log_ratio)).square())
     table.elements("logprob_abs_diff_mean", mean, gap)
     # An invalid element's gap is 0, which is no maximum.
@@ -190,6 +191,7 @@ def weight_metrics(table: MetricTable, spec: ImportanceSampling, w: ImportanceWe
 
 def rejection_metrics(table: MetricTable, rejection: Rejection, x: LogRatios) -> None:
     """Metrics of all criteria together, and of the veto."""
+    # Padding is not kept either, but nobody rejected it.
     rejected = x.valid & ~rejection.keep
     table.elements("rollout_rs_masked_fraction", mean, rejected)
     table.rows("rollout_rs_seq_masked_fraction", mean, rejected.any(1))
@@ -227,6 +229,7 @@ def criterion_metrics(table: MetricTable, v: Verdict, x: LogRatios) -> None:
     statistic = -v.values if k1 else v.values
     row_statistic = -row if k1 else row
     start = f"rollout_rs_{c.name}_"
+    # As in verl, a row counts once in extremes and fractions, and as often as it has elements in mean and deviation.
     of_units(f"{start}max", most, statistic)
     of_units(f"{start}min", least, statistic)
     table.elements(f"{start}mean", mean, statistic)

@@ -60,6 +60,7 @@ def rejection_mask(x: LogRatios, plan: CorrectionPlan, row_bounds: Float[Tensor,
         row_bounds: the bounds of a calibrated criterion, which stands alone, in place of its own.
     """
     verdicts = [judge(x, criterion, row_bounds) for criterion in plan.criteria]
+    # Every criterion judges all elements, so that its metrics do not depend on the order of the others.
     keep = x.valid
     for verdict in verdicts:
         keep = keep & ~by_element(verdict.low | verdict.high)

@@ -52,10 +52,6 @@ class Preset(Generic[P]):
         return make
 
 
-def _nothing() -> Settings:
-    return {}
-
-
 def _weights(threshold: Number = 2.0) -> Settings:
     return {"rollout_is_threshold": threshold}
 
@@ -128,7 +124,7 @@ class Presets:
 
     __slots__ = ()
 
-    disabled = Preset("Metrics only: neither weights nor rejection.", _nothing)
+    disabled = Preset("Metrics only: neither weights nor rejection.", lambda: {})
 
     # Decoupled: three policies, weights and rejection from pi_old / pi_rollout.
     decoupled_token_is = Preset("Per-element truncated weights (TIS).", _weights, _TOKEN)
@@ -143,7 +139,7 @@ class Presets:
     decoupled_k3_rs_token_tis = Preset("``decoupled_k3_rs`` with element weights.", _k3_weights, _TOKEN)
 
     # Bypass: two policies, everything from pi_theta / pi_rollout.
-    bypass_ppo_clip = Preset("PPO clipped around pi_rollout; its ratio is the importance weight.", _nothing, _BYPASS)
+    bypass_ppo_clip = Preset("PPO clipped around pi_rollout; its ratio is the importance weight.", lambda: {}, _BYPASS)
     bypass_ppo_clip_geo_rs = Preset("``bypass_ppo_clip``, rows rejected by the geometric-mean ratio.", _geo, _BYPASS)
     bypass_ppo_clip_k3_rs = Preset("``bypass_ppo_clip``, rows rejected by mean k3.", _k3, _BYPASS)
     bypass_pg_is = Preset("REINFORCE with truncated row weights.", _weights, _ROW | _REINFORCE)
