@@ -28,7 +28,6 @@ CHECKPOINTING_FROM = 1_000_000_000
 the LoRA's own memory."""
 
 # In float16 AdamW's eps of 1e-8 is 0, and its squared gradients underflow.
-# float16 is missing: gradients and AdamW's second moments underflow in it.
 TRAINED_DTYPES = [name for name, dtype in DTYPES.items() if dtype.fit_for_training]
 Rank = Annotated[
     int, Check(lambda rank: rank != 0, NO_FULL_TRAINING), Check(lambda rank: rank > 0, "give a number above 0")
@@ -112,19 +111,13 @@ class ModelConfig(Section):
                 f"target_modules: got {targets!r}; give a non-empty list of module names such as [to_q,to_k], "
                 "'all-linear' or null"
             )
-            return
         # peft would take another spelling for the ending of a layer's name and match nothing.
-        if targets not in (ALL_LINEAR, [ALL_LINEAR]) and any(
-            name.strip().lower().replace("_", "-") == ALL_LINEAR for name in names
-        ):
-            yield (
-                f"target_modules: got {targets!r}; write {ALL_LINEAR} alone and in this spelling for all linear layers"
-            )
+        elif names != [ALL_LINEAR] and ALL_LINEAR in [name.strip().lower().replace("_", "-") for name in names]:
+            remedy = f"write {ALL_LINEAR} alone and in this spelling for all linear layers"
+            yield f"target_modules: got {targets!r}; {remedy}"
         # Hydra takes a,b without brackets as text.
-        for name in names:
-            # On the command line a list without brackets arrives as one string.
-            if "," in name:
-                yield f"target_modules: got {targets!r}; several names are a list: [{name.replace(' ', '')}]"
+        elif "," in names[0]:
+            yield f"target_modules: got {targets!r}; several names are a list: [{names[0].replace(' ', '')}]"
 
     def checkpoints_gradients(self, parameters: int) -> bool:
         """A transformer of so many parameters recomputes its activations."""

@@ -54,7 +54,7 @@ def open_store(folder: str | None, model: DiffusionModel, dtype: str) -> "Prompt
         dtype: precision of the text encoders, a name of ``DTYPES``.
 
     Raises:
-        PromptStoreError: ``folder`` is none, or its embeddings are of other text encoders.
+        PromptStoreError: the embeddings in ``folder`` are of other text encoders.
     """
     encoder = _identity(model, dtype)
     # The digest in the name: two text encoders never share a cache folder.
@@ -86,33 +86,28 @@ class PromptStore:
         encoder: everything that the embeddings depend on besides prompt and length; every file records its own.
 
     Raises:
-        PromptStoreError: the folder is a file, cannot be read, or has embeddings of another ``encoder``.
+        PromptStoreError: the folder is a file, or has embeddings of another ``encoder``.
     """
 
     def __init__(self, folder: Path, encoder: Mapping[str, str]) -> None:
         self.folder = folder
         self._encoder = dict(encoder)
-        self._files: dict[str, Any] = {}
-        """The open files by their names."""
-        self._file_of: dict[str, str] = {}
-        """The file of each tensor."""
-        self._unreadable: dict[str, str] = {}
-        """Files that are no safetensors files of a store, and why."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Find new files, and forget those that are gone."""
-        try:
+        """Open the files that are there now."""
+        self._files: dict[Path, Any] = {}
+        """The open files."""
+        self._file_of: dict[str, Path] = {}
+        """The file of each tensor."""
+        self._damaged: dict[Path, str] = {}
+        """Files that are no safetensors files of a store, or have changed, and why."""
+        if self.folder.is_file():
+            raise PromptStoreError(f"{FIELD}: {self.folder} cannot be read (it is a file); name a folder")
+        for path in sorted(self.folder.glob(f"{_PREFIX}*{_SUFFIX}")):
             # Opening a fifo would wait for a writer forever.
-            there = {entry.name for entry in os.scandir(self.folder) if _is_name(entry.name) and entry.is_file()}
-        except FileNotFoundError:
-            there = set()
-        except OSError as error:
-            raise PromptStoreError(f"{FIELD}: {self.folder} cannot be read ({reason(error)}); name a folder") from error
-        for name in self._files.keys() - there:
-            self._forget(name)
-        for name in sorted(there - self._files.keys()):
-            self._open(name)
+            if path.is_file():
+                self._open(path)
 
     def __contains__(self, key: PromptKey) -> bool:
         return _name(key) in self._file_of
@@ -122,7 +117,7 @@ class PromptStore:
         return sum(not name.endswith(_PARTS[1:]) for name in self._file_of)
 
     def __str__(self) -> str:
-        size = sum((self.folder / name).stat().st_size for name in self._files)
+        size = sum(path.stat().st_size for path in self._files)
         return f"{self.folder}, {len(self)} prompts in {len(self._files)} file(s) of {size:,} bytes"
 
     def nbytes(self, keys: Iterable[PromptKey]) -> int:
@@ -164,12 +159,12 @@ class PromptStore:
         metadata[_ENCODER] = json.dumps(self._encoder)
 
         # A new file per call: appending to one would need a lock between processes.
-        name = f"{_PREFIX}{uuid4().hex}{_SUFFIX}"
+        path = self.folder / f"{_PREFIX}{uuid4().hex}{_SUFFIX}"
         try:
-            write_durably(self.folder / name, save(tensors, metadata))
+            write_durably(path, save(tensors, metadata))
         except OSError as error:
             raise self._unwritable(error) from error
-        self._open(name)
+        self._open(path)
 
     def check_writable(self) -> None:
         """Create the folder and a temporary file in it, before anything is encoded.
@@ -195,63 +190,56 @@ class PromptStore:
         Raises:
             PromptStoreError: one cannot be renamed.
         """
-        damaged = dict(self._unreadable)
         for key in keys:
             try:
                 if key in self:
                     self.read(key)
             except PromptStoreError:
-                damaged[self._file_of[_name(key)]] = "its bytes have changed since they were written"
-        for name, why in damaged.items():
+                self._damaged[self._file_of[_name(key)]] = "its bytes have changed since they were written"
+        damaged = self._damaged
+        for path, why in damaged.items():
             try:
-                os.replace(self.folder / name, self.folder / f"{name}{_ASIDE}")
+                os.replace(path, f"{path}{_ASIDE}")
             except FileNotFoundError:  # another process was quicker
                 pass
             except OSError as error:
                 raise PromptStoreError(
-                    f"{FIELD}: {self.folder / name} is damaged ({why}) and cannot be renamed ({reason(error)}); "
-                    "remove it"
+                    f"{FIELD}: {path} is damaged ({why}) and cannot be renamed ({reason(error)}); remove it"
                 ) from error
-            self._forget(name)
-        return [f"{self.folder / name} is damaged ({why}), renamed to *{_ASIDE}" for name, why in damaged.items()]
+        self.refresh()
+        return [f"{path} is damaged ({why}), renamed to *{_ASIDE}" for path, why in damaged.items()]
 
     def _tensor(self, name: str) -> Tensor:
-        file = self._file_of[name]
-        tensor = self._files[file].get_tensor(name)
+        path = self._file_of[name]
+        tensor = self._files[path].get_tensor(name)
         # A safetensors header covers lengths, not values: a flipped bit would silently be another embedding.
-        if _checksum(tensor) != self._files[file].metadata().get(name):
+        if _checksum(tensor) != self._files[path].metadata().get(name):
             raise PromptStoreError(
-                f"{FIELD}: {self.folder / file} has changed since it was written; start again, and its prompts are "
-                "encoded anew"
+                f"{FIELD}: {path} has changed since it was written; start again, and its prompts are encoded anew"
             )
         return tensor
 
-    def _open(self, name: str) -> None:
+    def _open(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
         try:
             # It checks that the header can be read and that the file has the length in the header.
-            file: Any = safe_open(self.folder / name, "pt")
-            found = json.loads((file.metadata() or {})[_ENCODER])
+            file: Any = safe_open(path, "pt")
+            found = dict(json.loads((file.metadata() or {})[_ENCODER]))
         except FileNotFoundError:  # renamed in between
             return
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
-            self._unreadable[name] = one_line(error, 120)
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            self._damaged[path] = one_line(error, 120)
             return
-        if found != self._encoder:
-            differ = sorted(k for k in {*found, *self._encoder} if found.get(k) != self._encoder.get(k))
+        differ = sorted(k for k in {*found, *self._encoder} if found.get(k) != self._encoder.get(k))
+        if differ:
             words = ", ".join(f"{k} {found.get(k)} there and {self._encoder.get(k)} here" for k in differ)
             raise PromptStoreError(
                 f"{FIELD}: {self.folder} holds embeddings of another text encoder ({words}); name another folder, or "
                 "null for one in the user's cache"
             )
-        self._files[name] = file
-        self._file_of |= dict.fromkeys(file.keys(), name)
-
-    def _forget(self, name: str) -> None:
-        self._files.pop(name, None)
-        self._unreadable.pop(name, None)
-        self._file_of = {tensor: file for tensor, file in self._file_of.items() if file != name}
+        self._files[path] = file
+        self._file_of |= dict.fromkeys(file.keys(), path)
 
     def _unwritable(self, error: OSError) -> PromptStoreError:
         return PromptStoreError(
@@ -272,10 +260,6 @@ def _name(key: PromptKey) -> str:
         digests = " ".join(image.digest for image in prompt.images)
         content = f"{content}\0{prompt.reference_area} {digests}"
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def _is_name(name: str) -> bool:
-    return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
 
 
 def _checksum(tensor: Tensor) -> str:

@@ -14,9 +14,6 @@ from flowgrpo_rc.quiet import TOKENIZATION, only_errors
 PROMPTS_AT_ONCE = 8
 """Prompts per call of the text encoder: a 7B encoder's activations for hundreds of them would fill a GPU."""
 
-PROMPTS_TOKENIZED_AT_ONCE = 1000
-"""Prompts per call of the tokenizers: a bound on the tokens in memory."""
-
 
 class PromptEncoder:
     """Embeddings of prompts, from a store if there is one.
@@ -81,8 +78,10 @@ def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterat
     """
     # By the lengths for all tokenizers: a family with two pads each by its own.
     groups: dict[tuple[int, ...], list[PromptKey]] = {}
-    for key, tokens in zip(keys, _token_counts(model, keys), strict=True):
-        groups.setdefault((key[1], *(min(count, key[1]) for count in tokens)), []).append(key)
+    words = texts(prompt for prompt, _ in keys)
+    tokens = [_tokens(tokenizer, words) for tokenizer, _ in model.tokenizers(keys[0][1])]
+    for key, *rows in zip(keys, *tokens, strict=True):
+        groups.setdefault((key[1], *(min(len(row), key[1]) for row in rows)), []).append(key)
     # Pipelines warn of every prompt that they cut; ``check_prompts`` reports all of them in one line.
     quiet = (TOKENIZATION, type(model.pipe).__module__)
     for (length, *_), group in groups.items():
@@ -94,15 +93,6 @@ def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterat
             rows = dict(zip(part, encoded, strict=True))
             _check_finite(rows)
             yield rows
-
-
-def _token_counts(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterator[tuple[int, ...]]:
-    """Number of tokens of each prompt, for every tokenizer."""
-    for start in range(0, len(keys), PROMPTS_TOKENIZED_AT_ONCE):
-        part = keys[start : start + PROMPTS_TOKENIZED_AT_ONCE]
-        words = texts(prompt for prompt, _ in part)
-        counts = [_tokens(tokenizer, words) for tokenizer, _ in model.tokenizers(part[0][1])]
-        yield from (tuple(map(len, row)) for row in zip(*counts, strict=True))
 
 
 def _tokens(tokenizer: Any, words: list[str]) -> list[list[int]]:
@@ -141,17 +131,15 @@ def check_prompts(
     tokenizers = model.tokenizers(max_sequence_length)
     roomiest = max(range(len(tokenizers)), key=lambda i: tokenizers[i][1])
     cut: list[tuple[str, int]] = []
-    for start in range(0, len(prompts), PROMPTS_TOKENIZED_AT_ONCE):
-        part = prompts[start : start + PROMPTS_TOKENIZED_AT_ONCE]
-        tokens = [_tokens(tokenizer, [text for text, _ in part]) for tokenizer, _ in tokenizers]
-        for i, (text, source) in enumerate(part):
-            if not any(_has_text(t, rows[i], kept) for (t, kept), rows in zip(tokenizers, tokens, strict=True)):
-                raise ValueError(
-                    f"{source}: {text[:80]!r} says nothing to the model: its first {tokenizers[roomiest][1]} tokens "
-                    f"({here}) are blank or unknown; rewrite it"
-                )
-            if len(tokens[roomiest][i]) > tokenizers[roomiest][1]:
-                cut.append((source, len(tokens[roomiest][i])))
+    tokens = [_tokens(tokenizer, [text for text, _ in prompts]) for tokenizer, _ in tokenizers]
+    for i, (text, source) in enumerate(prompts):
+        if not any(_has_text(t, rows[i], kept) for (t, kept), rows in zip(tokenizers, tokens, strict=True)):
+            raise ValueError(
+                f"{source}: {text[:80]!r} says nothing to the model: its first {tokenizers[roomiest][1]} tokens "
+                f"({here}) are blank or unknown; rewrite it"
+            )
+        if len(tokens[roomiest][i]) > tokenizers[roomiest][1]:
+            cut.append((source, len(tokens[roomiest][i])))
     if not cut:
         return None
     source, length = cut[0]
