@@ -56,16 +56,13 @@ def file_list(field_name: str, files: str | Sequence[str] | None) -> list[str]:
     Raises:
         ValueError: ``files`` is neither a string nor a sequence of strings, or one holds a NUL character.
     """
-    # YAML has no natural spelling of no file, so that both count.
     # YAML's null and an empty override both mean no file.
     if files is None or files == "":
         return []
     # A path object is no sequence, and text is one of characters.
     several = [files] if isinstance(files, str | os.PathLike) else files
     paths: list[Any] = [plain(file) for file in several] if isinstance(several, Sequence) else [None]
-    if not all(isinstance(path, str) and path for path in paths):
+    # ``open`` would raise an error without the field's name where a path holds a NUL character.
+    if not all(isinstance(path, str) and path and "\0" not in path for path in paths):
         raise ValueError(f"{field_name}: got {files!r}; give a path or a list of paths")
-    # ``open`` would raise an error without the field's name.
-    if any("\0" in path for path in paths):
-        raise ValueError(f"{field_name}: got {files!r}; a path cannot hold a NUL character")
     return paths

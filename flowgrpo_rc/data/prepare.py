@@ -59,7 +59,6 @@ def prepare_ocr(
     import pyarrow.parquet
 
     files = {split: Path(input_dir) / f"{split}.txt" for split in ("train", "test")}
-    # All lines are checked before the first file is written.
     splits = {split: _load_split(file) for split, file in files.items() if split == "train" or file.exists()}
     try:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -67,20 +66,20 @@ def prepare_ocr(
         raise ValueError(
             f"{output_dir} cannot be made a folder ({reason(error)}); give another for the output"
         ) from error
-    written = []
+    written: list[PreparedFile] = []
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     for split, records in splits.items():
         rows = [
             {
                 "data_source": data_source,
-                "prompt": _messages(record.prompt, system_prompt),
-                "negative_prompt": _messages(negative_prompt, system_prompt),
+                "prompt": [*system, {"role": "user", "content": record.prompt}],
+                "negative_prompt": [*system, {"role": "user", "content": negative_prompt}],
                 "ability": "ocr",
                 "reward_model": {"style": "model", "ground_truth": quoted_target(record.prompt)},
                 "extra_info": {"split": split, "index": index},
             }
             for index, record in enumerate(records)
         ]
-        # Parquet, the format of verl-omni's data sets.
         path = Path(output_dir) / f"{split}.parquet"
         # Renamed when it is whole, so that a reader never sees half a file.
         temporary = path.with_name(path.name + ".tmp")
@@ -99,8 +98,3 @@ def _load_split(path: Path) -> list[PromptRecord]:
                 "quotes, or remove the line"
             )
     return records
-
-
-def _messages(content: str, system_prompt: str | None) -> list[dict[str, str]]:
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    return [*system, {"role": "user", "content": content}]

@@ -34,16 +34,15 @@ class PromptSampler:
     """
 
     def __init__(self, num_prompts: int, batch_size: int, seed: int = 42, shuffle: bool = True) -> None:
-        if batch_size < 1:
-            raise ValueError(f"data.train_batch_size: got {batch_size}; it must be 1 or more")
+        for field, value, least in (("train_batch_size", batch_size, 1), ("seed", seed, 0)):
+            if value < least:
+                raise ValueError(f"data.{field}: got {value}; it must be {least} or more")
         # A batch of repeated prompts would give their groups a wrong size.
         if batch_size > num_prompts:
             raise ValueError(
                 f"data.train_batch_size: got {batch_size}, but the data set holds {num_prompts} prompts and "
                 "no prompt may come twice in one batch; lower it or add prompts"
             )
-        if seed < 0:
-            raise ValueError(f"data.seed: got {seed}; it must be 0 or more")
         self.num_prompts = num_prompts
         self.batch_size = batch_size
         self.seed = seed
@@ -76,8 +75,10 @@ class PromptSampler:
         Args:
             batches: continue after so many batches from the start; ``None``: after the last that was given.
         """
-        given = (self.epoch, self._position) if batches is None else divmod(batches, self.batches_per_epoch)
-        return {"epoch": given[0], "position": given[1], **{name: getattr(self, name) for name in _SETTINGS}}
+        if batches is None:
+            batches = self.epoch * self.batches_per_epoch + self._position
+        epoch, position = divmod(batches, self.batches_per_epoch)
+        return {"epoch": epoch, "position": position, **{name: getattr(self, name) for name in _SETTINGS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken.
@@ -94,8 +95,7 @@ class PromptSampler:
                     f"the saved data position belongs to {name}={state[name]}, this run has {own}; "
                     f"resume with the same {field} or start a new run with trainer.resume_mode=disable"
                 )
-        epoch = int(state["epoch"])
-        position = int(state["position"])
+        epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < self.batches_per_epoch:
             raise ValueError(
                 f"the saved data position, epoch {epoch} and batch {position}, does not exist: an epoch has "

@@ -59,7 +59,6 @@ def check_attention_backend(
         ValueError: the family has one way to compute attention, or the backend does not work here: a package or a GPU
             is missing, or it has no gradient, no mask or not this precision. Names the fault and the remedy.
     """
-    # ``None`` is diffusers' default and needs no trial.
     if name is None:
         return
     family = FAMILIES[pipeline_class]
@@ -133,9 +132,7 @@ def _attend(values: torch.Tensor, mask: torch.Tensor | None, name: str, trains: 
 
 def _head(folder: str) -> int:
     """Channels of an attention head, from a pipeline's folder."""
-    try:
-        config: Any = json.loads((Path(folder) / "transformer" / "config.json").read_text(encoding="utf-8"))
-        head = config.get("attention_head_dim")
-    except (OSError, ValueError, AttributeError):
-        return USUAL_HEAD  # a hub name, or a damaged folder, which loading reports
-    return head if type(head) is int and 0 < head <= 1024 else USUAL_HEAD
+    file = Path(folder) / "transformer" / "config.json"
+    # A pipeline on the hub has no folder yet.
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config.get("attention_head_dim") or USUAL_HEAD

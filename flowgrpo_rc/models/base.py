@@ -1,6 +1,5 @@
 """Interface of a model family, for rollout engines and the actor, and the parts that all families share."""
 
-import itertools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +100,7 @@ class Prompts:
         # Attention without a mask is faster, so that none is made unless a row has padding.
         if any(part.mask is not None or part.embeds.shape[1] < longest for part in both):
             mask = torch.cat([F.pad(part._real(), (0, longest - part.embeds.shape[1])) for part in both])
-            lengths = self._all_lengths() + other._all_lengths()
+            lengths = sum((part.lengths or (part.embeds.shape[1],) * len(part.embeds) for part in both), ())
         pooled, references = (
             None if own is None or more is None else torch.cat([own, more])
             for own, more in ((self.pooled, other.pooled), (self.references, other.references))
@@ -113,10 +112,6 @@ class Prompts:
         if self.mask is None:
             return torch.ones(self.embeds.shape[:2], dtype=torch.bool, device=self.embeds.device)
         return self.mask
-
-    def _all_lengths(self) -> tuple[int, ...]:
-        """``lengths``, also where all embeddings are real."""
-        return (self.embeds.shape[1],) * len(self.embeds) if self.lengths is None else self.lengths
 
 
 @dataclass(frozen=True)
@@ -222,13 +217,12 @@ class DiffusionModel(ABC):
 
     def check_schedule(self) -> None:
         """Raise ``UnsupportedSchedulerError`` unless the pipeline's noise levels fall from at most 1 to 0."""
-        sigmas = self.schedule(4, self.smallest_image, self.smallest_image).sigmas.tolist()
+        sigmas = self.schedule(4, self.smallest_image, self.smallest_image).sigmas
         # Written so that a NaN fails too. The first may be above 1 by a rounding.
-        falling = all(after < before for before, after in itertools.pairwise(sigmas))
-        if falling and len(sigmas) == 5 and 0 < sigmas[0] < 1 + 1e-5 and sigmas[-1] == 0:
+        if len(sigmas) == 5 and 0 < sigmas[0] < 1 + 1e-5 and (sigmas.diff() < 0).all() and sigmas[-1] == 0:
             return
         config = self.pipe.scheduler.config
-        levels = ", ".join(f"{sigma:.4g}" for sigma in sigmas)
+        levels = ", ".join(f"{sigma:.4g}" for sigma in sigmas.tolist())
         settings = ", ".join(f"{name}={config[name]}" for name in LEVEL_SETTINGS if config.get(name))
         raise UnsupportedSchedulerError(
             f"the noise levels of scheduler_config.json do not fall from at most 1 to 0: {levels}; its settings are "
@@ -396,8 +390,23 @@ class DiffusionModel(ABC):
             # Rounded as in diffusers, so that images equal the pipeline's.
             image = (decoded.float() / 2 + 0.5).clamp(0, 1) * 255
             images.append(image.round().to(torch.uint8).permute(0, 2, 3, 1))
-        # After the loop: a check inside would wait for the device at every part.
-        _check_pixels(torch.cat(finite), latents, self.pipe.vae.dtype)
+        # After the loop: a check inside would wait for the device at every part. Pixels that are not finite must be
+        # refused, because converted to whole numbers they became an ordinary grey or white.
+        bad = (~torch.cat(finite)).nonzero().flatten().tolist()
+        if bad:
+            dtype = self.pipe.vae.dtype
+            remedy = "that precision is too low for it, so set actor_rollout_ref.model.dtype=float32 or bfloat16"
+            if dtype == torch.bfloat16:
+                remedy = remedy.removesuffix(" or bfloat16")
+            elif dtype == torch.float32:
+                remedy = (
+                    f"the latents reach {float(latents.abs().max()):.3g}: go back to a checkpoint from before it "
+                    "diverged, or repair the model if its vae is damaged"
+                )
+            raise NonFiniteImageError(
+                f"the vae decoded {len(bad)} of {len(latents)} images (rows {bad[:8]}) to pixels that are NaN or "
+                f"infinite, in {dtype_name(dtype)}; {remedy}"
+            )
         return torch.cat(images).cpu()
 
     @property
@@ -478,15 +487,14 @@ class DiffusionModel(ABC):
         scheduler = self.pipe.scheduler
         config = scheduler.config
         name = type(scheduler).__name__
+        stochastic = " with stochastic_sampling" if config.get("stochastic_sampling") else ""
+        fits = isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not stochastic
         if name in FLOW_SOLVERS:
             # Higher orders reuse earlier velocities, and a policy's step depends on its own alone. The levels stay the
             # solver's: an Euler scheduler of the same shift has others.
             fits = bool(config.get("use_flow_sigmas")) and config.get("prediction_type") == "flow_prediction"
-        else:
-            fits = isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not config.get("stochastic_sampling")
         if fits:
             return type(scheduler).from_config(config)
-        stochastic = " with stochastic_sampling" if config.get("stochastic_sampling") else ""
         raise UnsupportedSchedulerError(
             f"its scheduler is a {name}{stochastic}; a policy is made of the flow's Euler steps, so "
             "scheduler/scheduler_config.json must be of a FlowMatchEulerDiscreteScheduler without "
@@ -555,23 +563,3 @@ def keeps_float32(transformer: nn.Module, name: str) -> bool:
     """The transformer's class keeps the parameter with this full ``name`` in float32 whatever its own precision."""
     kept = getattr(transformer, "_keep_in_fp32_modules", None) or ()
     return not {*kept}.isdisjoint(name.split("."))
-
-
-def _check_pixels(finite: Tensor, latents: Tensor, dtype: torch.dtype) -> None:
-    """Refuse pixels that are not finite: converted to whole numbers they would become an ordinary grey or white."""
-    bad = (~finite).nonzero().flatten().tolist()
-    if not bad:
-        return
-    if dtype == torch.float32:
-        remedy = (
-            f"the latents reach {float(latents.abs().max()):.3g}: go back to a checkpoint from before it diverged, "
-            "or repair the model if its vae is damaged"
-        )
-    else:
-        remedy = "that precision is too low for it, so set actor_rollout_ref.model.dtype=float32"
-        if dtype == torch.float16:
-            remedy += " or bfloat16 (float16 ends at 65504)"
-    raise NonFiniteImageError(
-        f"the vae decoded {len(bad)} of {len(finite)} images (rows {bad[:8]}) to pixels that are NaN or infinite, in "
-        f"{dtype_name(dtype)}; {remedy}"
-    )

@@ -5,10 +5,11 @@ The prompt store compares them before it reads embeddings, and a checkpoint befo
 
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from flowgrpo_rc.models.parts import Part, PipelineFiles
@@ -71,24 +72,17 @@ def stored_network_digest(files: PipelineFiles, part: Part) -> str:
     acting = {key: value for key, value in config.items() if key not in _ACT_ON_NOTHING and not key.startswith("_")}
     names = files.weight_files(part)
     if all(name.endswith(".safetensors") for name in names):
-        tensors = dict(pair for name in names for pair in _sampled(files, name))
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            with safe_open(files.folder / name, "pt") as file:
+                # The file is mapped, so that only the pages that are sampled are read.
+                tensors |= {key: spread(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 - it is no mapping
         # Sorted by name, so that shards and one file give the same digest.
         weights = values_digest([tensors[name] for name in sorted(tensors)])
     else:
         # A pickle cannot be sampled without loading it.
         digest = hashlib.sha256()
         for name in names:
-            with (files.folder / name).open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
+            digest.update(np.memmap(files.folder / name, mode="r").data)
         weights = digest.hexdigest()
     return short_digest(f"{json.dumps(acting, sort_keys=True)} {weights}".encode())
-
-
-def _sampled(files: PipelineFiles, name: str) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
-    with safe_open(files.folder / name, "pt") as file:
-        for key in file.keys():  # noqa: SIM118 - it is no mapping
-            # The file is mapped, so that only the pages that are sampled are read.
-            yield key, spread(file.get_tensor(key))

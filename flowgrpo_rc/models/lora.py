@@ -35,7 +35,7 @@ class AdapterMismatchError(ValueError):
 def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
     """Check that ``folder`` holds a readable LoRA of this rank, with this alpha or at full strength (alpha = rank).
 
-    It is called before the model is loaded. ``read_lora`` checks the layers.
+    It is called before the model is loaded. ``load_lora`` checks the layers.
 
     Raises:
         AdapterMismatchError: names the file, what is wrong and the remedy.
@@ -203,11 +203,8 @@ def adapter_active(transformer: nn.Module, adapter: str) -> Iterator[None]:
 
 
 def activate(transformer: nn.Module, adapter: str | None) -> None:
-    """From now on this adapter alone acts; with ``None`` the transformer is the base model.
-
-    peft's ``set_adapter`` would also make the adapter's weights trainable and freeze all others.
-    """
-    # ``set_adapter`` would also change which adapter is trainable.
+    """From now on this adapter alone acts; with ``None`` the transformer is the base model."""
+    # peft's ``set_adapter`` would also make the adapter's weights trainable and freeze all others.
     for layer in _adapted_layers(transformer):
         layer._active_adapter = [] if adapter is None else [adapter]
 
@@ -276,12 +273,7 @@ def _scaled(state: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
 
 
 def load_lora(transformer: nn.Module, folder: Path) -> None:
-    """Read what ``save_lora`` wrote into an adapter that is already attached; raises as ``read_lora`` does."""
-    load_adapter_state(transformer, read_lora(transformer, folder))
-
-
-def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """An adapter's file, named as in ``transformer``, whose attached adapter it fits.
+    """Read a LoRA in diffusers' format into the adapter that is attached.
 
     The second matrices are scaled so that the update under the run's ``lora_alpha`` equals the file's. A file that
     records no alpha has full strength, as in diffusers.
@@ -296,18 +288,17 @@ def read_lora(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
     bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]
     if bad:
         raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
+    scale = settings.get("transformer.lora_alpha", 1) / settings.get("transformer.r", 1)
+    own = _own_scale(transformer)
     # peft leaves the adapter's name out of what it saves.
     state = {
         name.removeprefix("transformer.").replace(".weight", f".{ACTOR_ADAPTER}.weight"): value
         for name, value in saved.items()
     }
     try:
-        check_adapter_state(state, {name: tuple(p.shape) for name, p in adapter_parameters(transformer).items()})
+        load_adapter_state(transformer, state if scale == own else _scaled(state, scale / own))
     except AdapterMismatchError as error:
         raise AdapterMismatchError(f"{file}: {error}") from error
-    scale = settings.get("transformer.lora_alpha", 1) / settings.get("transformer.r", 1)
-    own = _own_scale(transformer)
-    return state if scale == own else _scaled(state, scale / own)
 
 
 def same_lora(one: Path, other: Path) -> bool:

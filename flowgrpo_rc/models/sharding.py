@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -23,12 +23,7 @@ from flowgrpo_rc.models.config import FSDP_FIELD, FSDPConfig
 
 
 def check_sharding(config: FSDPConfig, processes: int, device: torch.device) -> None:
-    """Raise unless the processes and the device allow the sharding in ``config``.
-
-    Args:
-        config: the requested sharding.
-        processes: number of processes of the run, on all nodes together.
-        device: device of this process.
+    """Raise unless the ``processes`` of the run, on all nodes together, and the device allow this sharding.
 
     Raises:
         ValueError: names the field, its value and the remedy.
@@ -78,7 +73,11 @@ def shard_base(transformer: Any, config: FSDPConfig, device: torch.device) -> No
             f"{FSDP_FIELD}.shard: got true, but {type(transformer).__name__} names no blocks that could be divided; "
             "set it to false"
         )
-    mesh = _mesh(config, torch.distributed.get_world_size(), device)
+    processes = torch.distributed.get_world_size()
+    size = config.processes_to_a_copy(_processes_on_node(processes))
+    # The other copies are left out, because frozen weights have no gradients to reduce over them. By the name ``fsdp``
+    # peft knows that a layer computes with whole weights, to which its LoRA must fit.
+    mesh = init_device_mesh(device.type, (processes // size, size), mesh_dim_names=("copies", "fsdp"))["fsdp"]
     offload = CPUOffloadPolicy() if config.param_offload else OffloadPolicy()
     # Every block by itself, and at last the embeddings, norms and projections that belong to none.
     for module in [*blocks, transformer]:
@@ -128,13 +127,3 @@ def whole(tensor: Tensor) -> Tensor:
 def _processes_on_node(processes: int) -> int:
     """Processes on this node, from the launcher; without its variable, all of them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-
-
-def _mesh(config: FSDPConfig, processes: int, device: torch.device) -> DeviceMesh:
-    """The processes that share a copy of the weights with this one: consecutive ranks of its node.
-
-    It leaves out the other copies, because frozen weights have no gradients to reduce over them.
-    """
-    size = config.processes_to_a_copy(_processes_on_node(processes))
-    # By the name ``fsdp`` peft knows that a layer computes with whole weights, to which its LoRA must fit.
-    return init_device_mesh(device.type, (processes // size, size), mesh_dim_names=("copies", "fsdp"))["fsdp"]
