@@ -76,7 +76,7 @@ def settings(path: str) -> tuple[Any, Any]:
 def predicted(path: str, case: dict[str, Any]) -> dict[str, float]:
     """MiB beyond the weights that stay: activations and gradients, and gathered blocks."""
     from flowgrpo_rc.actor.config import DiffusionActorConfig
-    from flowgrpo_rc.planner.measured import Measured
+    from flowgrpo_rc.planner.memory import Measured
     from flowgrpo_rc.planner.settings import PlannedRun
 
     lora, rollout = settings(path)

@@ -6,7 +6,7 @@ from typing import Any
 
 from flowgrpo_rc.planner.machines import Gpus
 from flowgrpo_rc.planner.memory import Memory, MemoryPlan
-from flowgrpo_rc.planner.settings import ACTOR, ROLLOUT, ROWS, PlannedRun
+from flowgrpo_rc.planner.settings import ACTOR, ROLLOUT, ROWS
 
 FSDP = f"{ACTOR}.fsdp_config"
 MODEL = "actor_rollout_ref.model"
@@ -22,10 +22,8 @@ class Change:
     """The settings as they are written on the command line."""
     why: str
     """Its gain and cost."""
-    run: PlannedRun
-    """The changed run."""
     plan: MemoryPlan
-    """The plan that measured it."""
+    """The plan of the changed run."""
     memory: Memory
 
 
@@ -34,7 +32,7 @@ def advise(plan: MemoryPlan, gpus: Gpus) -> list[Change]:
     taken: list[Change] = []
     memory = plan.memory(plan.run, gpus.count)
     while not memory.fits(gpus.bytes):
-        change = _cheapest(plan, gpus, taken[-1].run if taken else plan.run, memory)
+        change = _cheapest(plan, gpus, memory)
         if change is None:
             break
         # A setting that changes once more, after another one, is listed once.
@@ -45,34 +43,32 @@ def advise(plan: MemoryPlan, gpus: Gpus) -> list[Change]:
     return taken
 
 
-def _cheapest(plan: MemoryPlan, gpus: Gpus, run: PlannedRun, memory: Memory) -> Change | None:
+def _cheapest(plan: MemoryPlan, gpus: Gpus, memory: Memory) -> Change | None:
     """The first change in order of its cost that saves memory."""
-    for settings, why in _by_cost(plan, gpus, run):
-        changed = run.with_settings(settings)
-        measured = plan
-        if (changed.model.dtype, changed.rollout.dtype) != (run.model.dtype, run.rollout.dtype):
-            measured = MemoryPlan(changed)
-        after = measured.memory(changed, gpus.count)
+    for settings, why in _by_cost(plan, gpus):
+        changed = plan.of_run(plan.run.with_settings(settings))
+        after = changed.memory(changed.run, gpus.count)
         if after.total < memory.total:
             # Booleans are lower case in YAML.
             overrides = [f"{key}={str(value).lower()}" for key, value in settings.items()]
-            return Change(" ".join(overrides), why, changed, measured, after)
+            return Change(" ".join(overrides), why, changed, after)
     return None
 
 
-def _by_cost(plan: MemoryPlan, gpus: Gpus, run: PlannedRun) -> Iterator[tuple[dict[str, Any], str]]:
-    """Settings that are neither in force nor refused in this run, each with its cost.
+def _by_cost(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[dict[str, Any], str]]:
+    """Settings that are neither in force nor refused in the plan's run, each with its cost.
 
     They go from changes that cost some time to one that changes numbers.
     """
+    run = plan.run
     model, rollout, fsdp = run.model, run.rollout, run.actor.fsdp_config
     # An engine in the trainer's process has no weights of its own that could sleep or be dropped.
     beside = not run.samples_in_trainer and not rollout.is_elsewhere
     if not plan.recomputes(run):
         yield {f"{MODEL}.enable_gradient_checkpointing": True}, "the update takes a third more compute"
-    if run.scored_rows(gpus.count) > run.steps_of_window:
+    if run.scored_rows(gpus.count) > run.rollout.window.size:
         yield {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1}, "the scoring pass in smaller pieces"
-    images = _images_at_once(plan, gpus, run)
+    images = _images_at_once(plan, gpus)
     if images < run.sampled_at_once(gpus.count):
         yield {AT_ONCE: images}, "the engine draws fewer images at a time"
     if rollout.gather_weights:
@@ -89,11 +85,11 @@ def _by_cost(plan: MemoryPlan, gpus: Gpus, run: PlannedRun) -> Iterator[tuple[di
     shares = not run.samples_in_trainer or (run.shares_weights and same_attention)
     if gpus.count > 1 and shares and not model.torch_compile and not fsdp.shard:
         yield {f"{FSDP}.shard": True}, "the GPUs share the frozen weights and gather them by blocks"
-    if beside and rollout.name == "vllm_omni" and not run.engine_sleeps:
+    if beside and rollout.name == "vllm_omni" and not run.rollout.vllm_omni.sleep:
         yield {SLEEP: True}, "the engine's weights cross to the host's memory and back in every step"
     if beside:
         yield (
-            {f"{ROLLOUT}.name": "diffusers", **({SLEEP: False} if run.engine_sleeps else {})},
+            {f"{ROLLOUT}.name": "diffusers", **({SLEEP: False} if run.rollout.vllm_omni.sleep else {})},
             "samples in this process",
         )
     if run.sharing(gpus.count) > 1 and not fsdp.param_offload:
@@ -103,13 +99,13 @@ def _by_cost(plan: MemoryPlan, gpus: Gpus, run: PlannedRun) -> Iterator[tuple[di
         yield half, "half the weights; log-probs get bfloat16's rounding"
 
 
-def _images_at_once(plan: MemoryPlan, gpus: Gpus, run: PlannedRun) -> int:
+def _images_at_once(plan: MemoryPlan, gpus: Gpus) -> int:
     """Halve the images drawn at once until sampling needs no more than the update, which needs its memory anyway."""
-    chosen = images = run.sampled_at_once(gpus.count)
-    best = plan.memory(run, gpus.count).total
+    chosen = images = plan.run.sampled_at_once(gpus.count)
+    best = plan.memory(plan.run, gpus.count).total
     while images > 1:
         images //= 2
-        total = plan.memory(run.with_settings({AT_ONCE: images}), gpus.count).total
+        total = plan.memory(plan.run.with_settings({AT_ONCE: images}), gpus.count).total
         if total >= best:
             break
         chosen, best = images, total

@@ -1,11 +1,15 @@
 """Memory of one GPU by component: resident tensors, and those that each stage of a step adds."""
 
 from bisect import bisect_left
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
+from functools import cache, partial
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.planner.machines import GIB, Gpus
-from flowgrpo_rc.planner.measured import Measured
+from flowgrpo_rc.planner.passes import Passes, Usage
+from flowgrpo_rc.planner.pipeline import FakePipeline
 from flowgrpo_rc.planner.settings import ROWS, PlannedRun
 
 # Assumed beside tensors: the device's context, libraries' workspaces, fragmentation of the allocator.
@@ -14,6 +18,9 @@ RUNTIME = 3 * GIB
 ENGINE_RUNTIME = 1 * GIB
 # Share of a GPU that a plan leaves free.
 MARGIN = 0.1
+# Most rows of a measured pass: a transformer that takes its rows one by one, as Z-Image's does, needs a second for
+# so many.
+MOST_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,6 @@ class Memory:
         """The peak with ``RUNTIME``."""
         return self.tensors + RUNTIME
 
-    @property
-    def largest_stage(self) -> str:
-        """The stage of the peak."""
-        return max(self.stages, key=lambda name: self.stages[name])
-
     def fits(self, available: int) -> bool:
         """Return true if it leaves ``MARGIN`` of a GPU of so many bytes free."""
         return fits(self.total, available)
@@ -50,6 +52,50 @@ class Memory:
 def fits(size: int, available: int) -> bool:
     """Return true if ``size`` bytes leave ``MARGIN`` of a GPU of ``available`` bytes free."""
     return size <= (1 - MARGIN) * available
+
+
+class Measured:
+    """Passes of one model in one precision, measured once and interpolated in the number of rows.
+
+    Args:
+        run: its settings.
+        of_engine: measure the engine's transformer, in the engine's precision, LoRA included.
+    """
+
+    def __init__(self, run: PlannedRun, *, of_engine: bool = False) -> None:
+        self.run = run
+        dtype = run.rollout.dtype if of_engine else run.model.dtype
+        lora_dtype = run.rollout.dtype if of_engine else run.model.lora_dtype
+        pipeline = FakePipeline(run.model.path, torch_dtype(dtype))
+        autocast = run.autocast and not of_engine
+        passes = Passes(pipeline, run.model, lora_dtype, run.rollout, autocast=autocast)
+        self.sizes = passes.sizes
+        """Sizes of the pipeline and of the LoRA."""
+        self.kinds = passes.kinds
+        """The transformer's blocks, by kind."""
+        self.decode = cache(passes.decode)
+        """Decoding of a micro-batch of the engine, by its number of images."""
+        self._forward = cache(passes.forward)
+        self._update = cache(passes.update)
+
+    def update(self, rows: int, *, recompute: bool, accumulates: bool) -> Usage:
+        """Forward and backward of ``rows``, images times steps of the window."""
+        actor = self.run.actor
+        given = {"reference": actor.use_kl_loss, "detached": actor.detach_unconditional}
+        return self._at_rows(rows, partial(self._update, recompute=recompute, accumulates=accumulates, **given))
+
+    def forward(self, rows: int) -> Usage:
+        """A forward of ``rows`` without gradients."""
+        return self._at_rows(rows, self._forward)
+
+    def _at_rows(self, rows: int, measure: Callable[[int], Usage]) -> Usage:
+        """Interpolate between the configured micro-batch, or ``MOST_ROWS``, and twice its rows."""
+        # Two measurements determine the line; a run's own micro-batch is exact.
+        usual = min(self.run.micro_rows(1), MOST_ROWS)
+        known = measure(usual)
+        if rows == usual:
+            return known
+        return known.moved(known, measure(2 * usual), rows / usual - 1)
 
 
 class MemoryPlan:
@@ -70,13 +116,21 @@ class MemoryPlan:
             self.engine = Measured(run, of_engine=True)
         self.sizes = self.actor.sizes
 
+    def of_run(self, run: PlannedRun) -> "MemoryPlan":
+        """The plan of another run of the same model and images; measured again if a precision differs."""
+        if (run.model.dtype, run.rollout.dtype) != (self.run.model.dtype, self.run.rollout.dtype):
+            return MemoryPlan(run)
+        plan = copy(self)
+        plan.run = run
+        return plan
+
     def memory(self, run: PlannedRun, gpus: int) -> Memory:
         """Memory of ``run``, which has this plan's model, precisions and images, on one of so many GPUs."""
         resident = {name: size for name, size in self._resident(run, gpus).items() if size}
         engine = 0
         # An engine elsewhere takes nothing here; the weights of one that sleeps count in a stage.
         if run.has_engine_process(gpus):
-            awake = 0 if run.engine_sleeps else self._engine_awake(run, gpus)
+            awake = 0 if run.rollout.vllm_omni.sleep else self._engine_awake(run, gpus)
             engine = self._lora(run.rollout.dtype) + ENGINE_RUNTIME + awake
         return Memory(resident, self._stages(run, gpus), engine)
 
@@ -86,7 +140,7 @@ class MemoryPlan:
         def exceeds(rows: int) -> bool:
             return not self.memory(run.with_settings({ROWS: rows}), gpus.count).fits(gpus.bytes)
 
-        most = run.images_of_mini_batch(gpus.count) * run.steps_of_window
+        most = run.images_of_mini_batch(gpus.count) * run.rollout.window.size
         return bisect_left(range(1, most + 1), True, key=exceeds)
 
     def engine_alone(self, run: PlannedRun, trainers: int) -> int:
@@ -127,7 +181,7 @@ class MemoryPlan:
     def _stages(self, run: PlannedRun, gpus: int) -> dict[str, int]:
         rows = run.micro_rows(gpus)
         # Gradients of earlier micro-batches are then alive during the pass.
-        accumulates = run.images_of_mini_batch(gpus) * run.steps_of_window > rows
+        accumulates = run.images_of_mini_batch(gpus) * run.rollout.window.size > rows
         update = self.actor.update(rows, recompute=self.recomputes(run), accumulates=accumulates)
         stages = {
             "update: activations and gradients": update.peak,
@@ -138,7 +192,7 @@ class MemoryPlan:
         scored = run.scored_rows(gpus)
         if scored:
             stages["scoring"] = self.actor.forward(scored).peak
-        if run.has_engine_process(gpus) and run.engine_sleeps:
+        if run.has_engine_process(gpus) and run.rollout.vllm_omni.sleep:
             stages["rollout: the engine's process awake"] = self._engine_awake(run, gpus)
         if run.samples_in_trainer:
             # The blocks at work are resident at any time and counted there.

@@ -29,11 +29,6 @@ class PlannedRun:
     """Run the actor's forwards under bfloat16 autocast."""
 
     @property
-    def steps_of_window(self) -> int:
-        """Recorded steps of an image, each a row of the update."""
-        return self.rollout.window.size
-
-    @property
     def samples_in_trainer(self) -> bool:
         """The engine runs in the trainer's process."""
         return ENGINES[self.rollout.name].takes_actors_transformer and not self.rollout.is_elsewhere
@@ -56,11 +51,6 @@ class PlannedRun:
         numbers = [device.partition(":")[2] for group in device_groups(self.rollout.devices) for device in group]
         return any(number.isdigit() and int(number) < gpus for number in numbers)
 
-    @property
-    def engine_sleeps(self) -> bool:
-        """The weights of an engine's process leave the GPU between rollouts."""
-        return self.rollout.vllm_omni.sleep
-
     def sharing(self, gpus: int) -> int:
         """Number of GPUs of one machine that share a copy of the frozen transformer."""
         fsdp = self.actor.fsdp_config
@@ -74,7 +64,7 @@ class PlannedRun:
 
     def micro_rows(self, gpus: int) -> int:
         """Rows of one forward and backward pass on a GPU; a row is one step of an image's window."""
-        window = self.steps_of_window
+        window = self.rollout.window.size
         return min(self.actor.micro_batch_rows(window), self.images_of_mini_batch(gpus) * window)
 
     def sampled_at_once(self, gpus: int) -> int:
@@ -87,7 +77,7 @@ class PlannedRun:
 
     def scored_rows(self, gpus: int) -> int:
         """Rows of one scoring forward, for the update or for rescoring; 0: there is none."""
-        window = self.steps_of_window
+        window = self.rollout.window.size
         images = self.images_of_batch(gpus)
         if not self.scored_share:
             images = min(images, -(-self.rollout.probe.images // gpus))

@@ -1,7 +1,6 @@
 """A plan in words and tables, for the terminal."""
 
 from collections.abc import Sequence
-from copy import copy
 
 from flowgrpo_rc.planner.advice import advise
 from flowgrpo_rc.planner.machines import DEVICES, GIB, UTILISATION, Gpus
@@ -42,10 +41,8 @@ def describe(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int] = (), reward:
             lines.append("  With these it fits")
         else:
             lines.append("  Still too much: take more GPUs, or larger ones")
-        if changes:
-            # The split is compared for the run that fits, not for the one that was given.
-            changed = copy(changes[-1].plan)
-            changed.run = changes[-1].run
+        # The split is compared for the run that fits, not for the one that was given.
+        changed = changes[-1].plan if changes else plan
     return "\n".join([*lines, "", _work(plan), _time(plan, gpus), *_split(changed, gpus, trainers, reward)])
 
 
@@ -78,14 +75,14 @@ def _heading(plan: MemoryPlan) -> list[str]:
         f"Images of {asked.width}x{asked.height}, {asked.num_inference_steps} steps, prompts of up to "
         f"{asked.max_sequence_length} tokens, {'guidance' if asked.true_cfg_scale > 1 else 'no guidance'}; engine "
         f"{run.rollout.name}, {run.rollout.dtype}",
-        f"Micro-batch: {run.micro_rows(1)} rows, steps of an image's window of {run.steps_of_window}; activations are "
-        f"{recompute}",
+        f"Micro-batch: {run.micro_rows(1)} rows, steps of an image's window of {run.rollout.window.size}; "
+        f"activations are {recompute}",
     ]
 
 
 def _components(plan: MemoryPlan, memory: Memory) -> list[str]:
     """The parts of the peak, and stages that need less."""
-    peak = memory.largest_stage
+    peak = max(memory.stages, key=lambda name: memory.stages[name])
     parts = memory.resident | {peak: memory.stages[peak]}
     if memory.engine:
         parts[f"{plan.run.rollout.name}'s process"] = memory.engine

@@ -25,11 +25,6 @@ class StepFlops:
     recomputed: float
     """Operations that gradient checkpointing repeats in the update; model FLOPs utilisation leaves them out."""
 
-    @property
-    def total(self) -> float:
-        """All of it, recomputation included."""
-        return self.rollout + self.score + self.update + self.recomputed
-
 
 @dataclass(frozen=True)
 class StepTime:
@@ -50,7 +45,7 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     run = plan.run
     rollout = run.rollout
     images = run.prompts * rollout.n
-    window = run.steps_of_window
+    window = run.rollout.window.size
     rows = run.micro_rows(1)
     # Per row, since passes are linear in their rows.
     forward = plan.actor.forward(rows).forward_flops / rows
@@ -90,7 +85,7 @@ def step_time(flops: StepFlops, run: PlannedRun, gpus: Gpus) -> StepTime:
     device = DEVICES[gpus.device]
     engine = device.peak(run.rollout.dtype) * UTILISATION * gpus.count
     update = device.peak(run.actor_precision) * UTILISATION * gpus.count
-    return StepTime(flops.rollout / engine, (flops.total - flops.rollout) / update)
+    return StepTime(flops.rollout / engine, (flops.score + flops.update + flops.recomputed) / update)
 
 
 @dataclass(frozen=True)

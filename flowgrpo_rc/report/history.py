@@ -92,7 +92,9 @@ class History:
         self.timeline = timeline
         self.broken_lines = broken_lines
         steps = _steps(rows)
-        trained_at = [step for step, row in zip(steps, rows, strict=True) if _trained(row)]
+        # A row of "step", "val/..." and "timing_s/..." alone is a validation's.
+        of_training = [any(name.partition("/")[0] not in ("step", "val", "timing_s") for name in row) for row in rows]
+        trained_at = list(itertools.compress(steps, of_training))
         highest = itertools.accumulate(trained_at, max)
         self.repeated = [step for step, before in zip(trained_at[1:], highest, strict=False) if step <= before]
         """Training steps that were logged after the same or a later one, for example by two runs in one folder."""
@@ -318,7 +320,3 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:
         after = steps[-1] + 1 if steps else 1
         steps.append(after if step is None else int(step))
     return steps
-
-
-def _trained(row: Mapping[str, Any]) -> bool:
-    return any(name != "step" and not name.startswith(("val/", "timing_s/")) for name in row)

@@ -1,7 +1,6 @@
 """Memory by component, verdicts, what to change, work and time."""
 
 import warnings
-from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -89,10 +88,8 @@ def test_sharding_is_proposed_where_it_is_possible(run, plan, monkeypatch):
     monkeypatch.setattr(room, "RUNTIME", 0)
 
     def proposed(other, gpus):
-        changing = copy(plan)
-        changing.run = other
         # From a run that no smaller piece helps, so that weights alone are left to save.
-        return [change.override for change in advise(changing, Gpus(gpus, 1e-6))]
+        return [change.override for change in advise(plan.of_run(other), Gpus(gpus, 1e-6))]
 
     smallest = in_rows(run, 1, recompute=True)
     smallest = smallest.with_rollout(micro_batch_size=1)
@@ -183,13 +180,12 @@ def test_work_of_a_step_by_hand(run, plan):
     assert flops.score == pytest.approx(4 * 2 * forward)  # the probe's four images
     assert flops.update == pytest.approx(64 * 2 * 2 * forward, rel=0.25)
     assert flops.recomputed == 0
-    of_scored = copy(plan)
-    of_scored.run = replace(run, scored_share=0.5)
-    scored = step_flops(of_scored)
+    scored = step_flops(plan.of_run(replace(run, scored_share=0.5)))
     assert scored.score == pytest.approx((32 + 4) * 2 * forward)
     time = step_time(flops, run, Gpus(2, 80))
     assert time.engine == pytest.approx(flops.rollout / (2 * 0.4 * 989e12))
-    assert time.total == pytest.approx(flops.total / (2 * 0.4 * 989e12))
+    assert time.update == pytest.approx((flops.score + flops.update + flops.recomputed) / (2 * 0.4 * 989e12))
+    assert time.total == time.engine + time.update
 
 
 def test_time_at_the_peak_of_two_precisions_without_what_is_repeated(run):
