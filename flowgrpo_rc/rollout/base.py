@@ -1,10 +1,11 @@
 """The rollout protocol: the request of a trainer, the answer of an engine, and their errors."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, runtime_checkable
 from uuid import uuid4
 
+import torch
 from jaxtyping import Float, Int, UInt8
 from tensordict import TensorDict
 from torch import Tensor
@@ -191,3 +192,50 @@ def batch_of(record: Mapping[str, Tensor], request: RolloutRequest) -> TensorDic
     # A copy: the batch outlives the request and is moved to the actor's device.
     batch[Key.PROMPT_INDEX] = request.prompt_index.clone()
     return batch
+
+
+def rows_of(request: RolloutRequest, rows: Tensor) -> RolloutRequest:
+    """The request for these rows, with their prompts only. Embeddings keep the padding of the whole request, so that
+    an engine computes on the same shapes."""
+    # Embeddings of long prompts are the largest part of a request, so only those shown are sent.
+    prompts, index = request.prompt_index[rows].cpu().unique(return_inverse=True)
+    first = int(rows[0])
+    starts = request.window_starts
+    return replace(
+        request,
+        conditioning=request.conditioning.rows(prompts, torch.device("cpu")),
+        prompt_index=index,
+        seeds=list(request.seeds[first : first + len(rows)]),
+        window_starts=None if starts is None else starts[rows].cpu(),
+        on_images=None,
+        request_id=f"{request.request_id}/{first}",
+    )
+
+
+def joined(request: RolloutRequest, parts: Sequence[Trajectories]) -> Trajectories:
+    """The answers for some rows each, in order, as the answer to the request.
+
+    Raises:
+        RolloutSyncError: they were drawn with different settings.
+    """
+    echoes = [part.echo for part in parts]
+    first = echoes[0]
+    for name in (f.name for f in fields(Echo) if f.name not in ("request_id", "window_starts", "seeds")):
+        one = getattr(first, name)
+        for other in (getattr(echo, name) for echo in echoes[1:]):
+            if not (torch.equal(one, other) if isinstance(one, Tensor) else one == other):
+                raise RolloutSyncError(
+                    f"{name}: images of one rollout were drawn with {one} and {other}; the rollout engines do not run "
+                    "the same program or model"
+                )
+    starts = [echo.window_starts for echo in echoes if echo.window_starts is not None]
+    echo = replace(
+        first,
+        request_id=request.request_id,
+        seeds=tuple(seed for one in echoes for seed in one.seeds),
+        window_starts=torch.cat(starts) if starts else None,
+    )
+    batches = [part.batch for part in parts if part.batch is not None]
+    names = batches[0].exclude(Key.PROMPT_INDEX).keys() if batches else ()
+    record = {name: torch.cat([batch[name] for batch in batches]) for name in names}
+    return Trajectories(torch.cat([part.images for part in parts]), batch_of(record, request), echo)

@@ -54,7 +54,7 @@ ENGINES: dict[str, EngineEntry] = {
     ),
     "vllm_omni": EngineEntry(
         "flowgrpo_rc.rollout.vllm_omni:VllmOmniEngine",
-        check="flowgrpo_rc.rollout.vllm_omni.versions:check_versions",
+        check="flowgrpo_rc.rollout.vllm_omni.registry:check_versions",
         attention_backends=("TORCH_SDPA", "FLASH_ATTN", "FLASH_ATTN_HUB", "FLASH_ATTN_3_HUB"),
         reads_weights=True,
         digest_rule="flowgrpo_rc.rollout.vllm_omni.adapter:digest_rule",

@@ -12,26 +12,25 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import Key
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import (
-    Echo,
     EngineLostError,
     RolloutError,
     RolloutHandle,
     RolloutRequest,
     RolloutSyncError,
     Trajectories,
-    batch_of,
     check_has_adapter,
+    joined,
+    rows_of,
 )
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
 from flowgrpo_rc.transfers import to_host
@@ -43,8 +42,6 @@ LOSSES_OF_A_HANDLE = 2
 T = TypeVar("T")
 OnImages = Callable[[Tensor, Tensor], object]
 """Called with the rows of some images, and the images."""
-# Fields of an echo that belong to the rows of a chunk; the others agree between all chunks of a request.
-_FIELDS_OF_ROWS = ("request_id", "window_starts", "seeds")
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ class PendingRollout:
             parts.append(part)
             if on_images is not None:
                 on_images(rows, part.images)
-        return _joined(self._request, parts)
+        return joined(self._request, parts)
 
     def deliver(self, chunk: _Chunk, part: Trajectories) -> None:
         """Take a chunk's answer; the caller holds the pool's lock."""
@@ -278,7 +275,7 @@ class RolloutPool:
         # As an engine beside the actor splits a request, so that forwards have the same shapes.
         rows = torch.arange(len(request.prompt_index)).split(self._chunk_size)
         pending = PendingRollout(self, request, rows, on_arrival)
-        chunks = [_Chunk(i, _chunk_of(request, part), self._current, pending) for i, part in enumerate(rows)]
+        chunks = [_Chunk(i, rows_of(request, part), self._current, pending) for i, part in enumerate(rows)]
         with self._changed:
             self._raise_failure()
             self._chunks.extend(chunks)
@@ -477,24 +474,6 @@ class RolloutPool:
             raise RolloutError("the rollout engines are closed")
 
 
-def _chunk_of(request: RolloutRequest, rows: Tensor) -> RolloutRequest:
-    """The request for these rows, with their prompts only. Embeddings keep the padding of the whole request, so that
-    an engine computes on the same shapes."""
-    # Embeddings of long prompts are the largest part of a request, so only those shown are sent.
-    prompts, index = request.prompt_index[rows].unique(return_inverse=True)
-    first = int(rows[0])
-    starts = request.window_starts
-    return replace(
-        request,
-        conditioning=request.conditioning.rows(prompts, torch.device("cpu")),
-        prompt_index=index,
-        seeds=list(request.seeds[first : first + len(rows)]),
-        window_starts=None if starts is None else starts[rows].cpu(),
-        on_images=None,
-        request_id=f"{request.request_id}/{first}",
-    )
-
-
 def _check_part(chunk: _Chunk, part: Trajectories) -> None:
     """Raise ``RolloutSyncError`` unless ``part`` is an answer to this chunk, drawn with its adapter."""
     wanted = chunk.request
@@ -504,35 +483,6 @@ def _check_part(chunk: _Chunk, part: Trajectories) -> None:
             f"{part.echo.request_id}; the engine has mixed up its results"
         )
     check_adapter(chunk.adapter.held, part.echo.adapter_version, part.echo.adapter_digest)
-
-
-def _joined(request: RolloutRequest, parts: Sequence[Trajectories]) -> Trajectories:
-    """The answers to a request's chunks, in order, as the answer to the request.
-
-    Raises:
-        RolloutSyncError: engines used different settings.
-    """
-    echoes = [part.echo for part in parts]
-    first = echoes[0]
-    for name in (f.name for f in fields(Echo) if f.name not in _FIELDS_OF_ROWS):
-        one = getattr(first, name)
-        for other in (getattr(echo, name) for echo in echoes[1:]):
-            if not (torch.equal(one, other) if isinstance(one, Tensor) else one == other):
-                raise RolloutSyncError(
-                    f"{name}: images of one rollout were drawn with {one} and {other}; the rollout engines do not run "
-                    "the same program or model"
-                )
-    starts = [echo.window_starts for echo in echoes if echo.window_starts is not None]
-    echo = replace(
-        first,
-        request_id=request.request_id,
-        seeds=tuple(seed for one in echoes for seed in one.seeds),
-        window_starts=torch.cat(starts) if starts else None,
-    )
-    batches = [part.batch for part in parts if part.batch is not None]
-    names = batches[0].exclude(Key.PROMPT_INDEX).keys() if batches else ()
-    record = {name: torch.cat([batch[name] for batch in batches]) for name in names}
-    return Trajectories(torch.cat([part.images for part in parts]), batch_of(record, request), echo)
 
 
 def _shown_rows(chunk: _Chunk) -> str:

@@ -63,7 +63,7 @@ class Pair:
         """The same model and process with other layers in the adapter; the two must take turns."""
         lora = replace(self.lora, target_modules=targets)
         vllm, handle = copy.copy(self.vllm), copy.copy(self.vllm._handle)
-        handle._lora, handle.expected = lora, expected_shapes(self.model, lora)
+        handle.expected = expected_shapes(self.model, lora)
         vllm._handle = handle
         diffusers = DiffusersEngine(self.model, lora, dtype=torch.float32, micro_batch_size=4, device="cpu")
         return replace(self, lora=lora, vllm=vllm, diffusers=diffusers)

@@ -18,7 +18,6 @@ from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import RolloutError, RolloutSyncError
 from flowgrpo_rc.rollout.process import EngineProcess
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
-from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush
 
 pytestmark = pytest.mark.process
 
@@ -65,11 +64,11 @@ def test_vllm_omni_refuses_what_does_not_bind(pair):
         (lacking, "does not bind: .*to_out.0.lora_B.default.weight is missing|does not load"),
     ):
         with pytest.raises(AdapterMismatchError, match=says):
-            pair.vllm._handle.call("sync", AdapterPush(state, 6, 4, 8))
+            pair.vllm._handle.call("sync", state, 6)
         result = pair.vllm.generate(request_for(pair.model))
         assert (result.echo.adapter_version, result.echo.adapter_digest) == (4, digest)
     try:
-        held = pair.vllm._handle.call("sync", AdapterPush(narrow, 6, 4, 8))
+        held = pair.vllm._handle.call("sync", narrow, 6)
     except AdapterMismatchError:
         held = digest
     assert held != pair.vllm.digest_of(narrow)

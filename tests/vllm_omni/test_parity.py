@@ -18,7 +18,6 @@ from tolerances import LATENT, LOG_RATIO, levels
 from flowgrpo_rc.models.lora import AdapterMismatchError, linear_layers
 from flowgrpo_rc.rollout.base import RolloutError
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
-from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
 
 pytestmark = pytest.mark.process
@@ -171,7 +170,7 @@ def test_every_linear_layer_binds(pair):
         a, b = torch.zeros(4, layer.in_features), torch.zeros(layer.out_features, 4)
         more = {**state, f"{plain}.lora_A.default.weight": a, f"{plain}.lora_B.default.weight": b}
         with pytest.raises(AdapterMismatchError, match=rf"unbound modules=\['{plain}'\]"):
-            pair.vllm._handle.call("sync", AdapterPush(more, 2, 4, 8))
+            pair.vllm._handle.call("sync", more, 2)
 
 
 def test_refused_adapters_leave_the_one_before(pair):

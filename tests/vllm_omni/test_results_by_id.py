@@ -11,10 +11,10 @@ from PIL import Image
 pytest.importorskip("vllm")
 
 from engine_pair import request_for
+from flowgrpo_rc.rollout.vllm_omni.images import assemble
 
 from flowgrpo_rc.models import load_model
 from flowgrpo_rc.rollout.base import Echo, RolloutError
-from flowgrpo_rc.rollout.vllm_omni.images import assemble
 from flowgrpo_rc.rollout.vllm_omni.pipeline import EXTRA
 
 

@@ -1,12 +1,9 @@
-"""Adapters for vllm-omni: their names there, the values of its layers, and the message that carries them.
+"""Adapters for vllm-omni: their names there, and the values of its layers.
 
 Imports no vllm, because the trainer and the engine's process share it.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import partial
+from collections.abc import Callable, Container, Mapping
 
 import torch
 from torch import Tensor
@@ -23,20 +20,6 @@ _A = f".lora_A.{ACTOR_ADAPTER}.weight"
 _B = f".lora_B.{ACTOR_ADAPTER}.weight"
 
 
-@dataclass(frozen=True)
-class AdapterPush:
-    """One adapter as a message to the engine's process."""
-
-    state: dict[str, Tensor]
-    """Copies on the host, under the actor's names."""
-    version: int
-    """The trainer's number of the adapter."""
-    rank: int
-    """``lora_rank``."""
-    alpha: int
-    """``lora_alpha``."""
-
-
 def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the adapter that ``attach_lora`` gives the actor, from the base model."""
     # From the base model, because the engine is built before the actor has an adapter.
@@ -48,24 +31,6 @@ def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tup
     return shapes
 
 
-def check_targets(layers: Iterable[str], takes_no_adapter: Sequence[str]) -> None:
-    """Raise if vllm-omni gives one of these layers, under the actor's names, no adapter.
-
-    Args:
-        takes_no_adapter: patterns of ``fnmatch`` for such layers, of ``PipelineEntry``.
-
-    Raises:
-        ValueError: names the layers and the remedy.
-    """
-    refused = [name for name in layers if any(fnmatchcase(name, pattern) for pattern in takes_no_adapter)]
-    if refused:
-        more = f" and {len(refused) - 1} more" if refused[1:] else ""
-        raise ValueError(
-            f"actor_rollout_ref.model.target_modules: {refused[0]}{more} can have no adapter in vllm-omni, as can "
-            f"none of {', '.join(takes_no_adapter)}; leave them out, or use actor_rollout_ref.rollout.name=diffusers"
-        )
-
-
 def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> dict[str, Tensor]:
     """``state`` as vllm-omni's layers hold it: in their dtype, with ``alpha / rank`` multiplied into the B matrices."""
     # Rounded first and scaled then, as vllm does; the other order differs in the last bit.
@@ -75,11 +40,8 @@ def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> 
 
 def digest_rule(config: RolloutConfig, lora: ModelConfig) -> Callable[[Mapping[str, Tensor]], str]:
     """``VllmOmniEngine.digest_of`` of an engine with these settings, without an engine."""
-    return partial(_digest_of, dtype=torch_dtype(config.dtype), scaling=lora.lora_alpha / lora.lora_rank)
-
-
-def _digest_of(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> str:
-    return adapter_digest(as_held(state, dtype, scaling))
+    dtype = torch_dtype(config.dtype)
+    return lambda state: adapter_digest(as_held(state, dtype, lora.lora_alpha / lora.lora_rank))
 
 
 def pairs(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

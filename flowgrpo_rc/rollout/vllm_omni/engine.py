@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,14 +11,7 @@ from torch import Tensor
 
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import check_adapter_state
-from flowgrpo_rc.rollout.base import (
-    EngineLostError,
-    RolloutError,
-    RolloutRequest,
-    Trajectories,
-    check_has_adapter,
-)
+from flowgrpo_rc.rollout.base import EngineLostError, RolloutRequest, Trajectories, rows_of
 from flowgrpo_rc.rollout.config import JOINED, RolloutConfig
 from flowgrpo_rc.rollout.vllm_omni.adapter import digest_rule
 from flowgrpo_rc.rollout.vllm_omni.handle import VllmOmniHandle
@@ -61,13 +53,11 @@ class VllmOmniEngine:
         )
         self._digest_of = digest_rule(config, lora)
         self._sleeps = config.vllm_omni.sleep
-        # Bytes of the GPU in use before the last sleep and after.
-        self._used = (0, 0)
         self.adapter_version = -1
         self.restarts = 0
         """Number of starts after the first."""
-        # The last adapter, its version and its digest.
-        self._pushed: tuple[dict[str, Tensor], int, str] | None = None
+        # The last adapter and its version.
+        self._pushed: tuple[dict[str, Tensor], int] | None = None
         self._handle.start()
 
     @classmethod
@@ -84,19 +74,9 @@ class VllmOmniEngine:
             AdapterMismatchError: a tensor does not bind; the engine keeps the adapter before.
             RolloutError: the process is down and does not come back.
         """
-        # Before anything is copied and sent.
-        check_adapter_state(state, self._handle.expected)
         copies = {name: tensor.clone().contiguous() for name, tensor in to_host(state).items()}
-        self._make_room()
-        # A process that is started for this call needs no other adapter first.
-        before = self._pushed
-        self._pushed = None
-        try:
-            digest = self._twice(lambda: self._handle.sync(copies, version))
-        except BaseException:
-            self._pushed = before
-            raise
-        self._pushed = (copies, version, digest)
+        digest = self._twice(lambda: self._handle.sync(copies, version))
+        self._pushed = (copies, version)
         self.adapter_version = version
         return digest
 
@@ -111,21 +91,15 @@ class VllmOmniEngine:
             RolloutError: no adapter was given yet, an image could not be drawn, or the process is down and does not
                 come back.
         """
-        check_has_adapter(self.adapter_version)
-        self._make_room()
         # Unpickled tensors return to their device, which the engine's process may not see.
-        sent = _on_host(request)
-        drawn = self._twice(lambda: self._handle.generate(sent))
-        if self._sleeps:
-            with suppress(EngineLostError):  # the images are there, and the next call starts it again
-                self._used = self._handle.memory()
-        return drawn
+        sent = rows_of(request, torch.arange(len(request.prompt_index)))
+        return self._twice(lambda: self._handle.generate(replace(sent, request_id=request.request_id)))
 
     def memory_metrics(self) -> dict[str, float]:
         """GiB of the GPU in use before the engine's last sleep and after; empty if it does not sleep."""
         if not self._sleeps:
             return {}
-        awake, asleep = self._used
+        awake, asleep = self._twice(lambda: self._handle.call("memory"))
         return {"perf/gpu_used_engine_awake_gb": awake / 2**30, "perf/gpu_used_engine_asleep_gb": asleep / 2**30}
 
     def close(self) -> None:
@@ -137,13 +111,11 @@ class VllmOmniEngine:
         """Of the engine's process."""
         return self._handle.pid
 
-    def _make_room(self) -> None:
-        """Return the memory that torch caches for this process, before the engine's weights come back to the GPU."""
-        if self._sleeps:
-            clear_device_cache()
-
     def _twice(self, call: Callable[[], T]) -> T:
         """The result of the call, at the second attempt if the process is lost in the first."""
+        if self._sleeps:
+            # Memory that torch caches for this process, before the engine's weights come back to the GPU.
+            clear_device_cache()
         try:
             return call()
         except EngineLostError as error:
@@ -151,24 +123,6 @@ class VllmOmniEngine:
         self.restarts += 1
         self._handle.start()
         if self._pushed is not None:
-            state, version, digest = self._pushed
             # Before the call is repeated: a new process has no adapter, and would refuse to draw.
-            again = self._handle.sync(state, version)
-            if again != digest:
-                raise RolloutError(
-                    f"the restarted engine holds adapter version {version} with digest {again[:16]}, not {digest[:16]}"
-                )
+            self._handle.sync(*self._pushed)
         return call()
-
-
-def _on_host(request: RolloutRequest) -> RolloutRequest:
-    """The request with tensors of its own on the host, ready to be pickled."""
-    every_prompt = torch.arange(len(request.conditioning.prompts.embeds))
-    starts = request.window_starts
-    return replace(
-        request,
-        conditioning=request.conditioning.rows(every_prompt, torch.device("cpu")),
-        prompt_index=request.prompt_index.to("cpu", copy=True),
-        window_starts=None if starts is None else starts.to("cpu", copy=True),
-        on_images=None,
-    )

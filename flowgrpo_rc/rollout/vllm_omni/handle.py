@@ -1,21 +1,17 @@
 """One process that runs vllm-omni, as a ``RolloutHandle``; imports no vllm."""
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from torch import Tensor
 
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import check_adapter_state, target_layers
-from flowgrpo_rc.paths import resolve_asset
-from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, check_has_adapter
 from flowgrpo_rc.rollout.config import JOINED, EngineTimeouts, RolloutConfig
 from flowgrpo_rc.rollout.process import EngineProcess, check_devices, engine_environment
-from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, check_targets, expected_shapes
-from flowgrpo_rc.rollout.vllm_omni.plain_torch import with_cause
-from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
-from flowgrpo_rc.rollout.vllm_omni.server import Settings
-from flowgrpo_rc.rollout.vllm_omni.versions import check_versions
+from flowgrpo_rc.rollout.vllm_omni.adapter import expected_shapes
+from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES, check_versions
 
 # Settings of torch's allocator for the trainer. vllm's allocator that can sleep refuses expandable segments.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -50,41 +46,21 @@ class VllmOmniHandle(EngineProcess):
         subject: str = "its process",
     ) -> None:
         check_versions()
-        pipeline = type(model.pipe).__name__
-        _check_pipeline(pipeline, model)
-        # Everything below is checked here, because vllm-omni itself fails after minutes of loading.
-        check_targets(target_layers(model.transformer, model, lora), PIPELINES[pipeline].takes_no_adapter)
-        check_devices(*devices)
-        if len(devices) > 1 and "cpu" in devices:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.devices: got {JOINED.join(devices)}; vllm-omni divides a model over GPUs "
-                "alone, so name cpu by itself"
-            )
+        _check_pipeline(model, lora)
+        _check_devices(devices, config.vllm_omni.sleep)
         environment = engine_environment(*devices)
         if config.vllm_omni.sleep:
-            _check_can_sleep(devices)
             # Only for sleep: without it the segments serve vllm as they serve the trainer.
             environment = {name: value for name, value in environment.items() if name not in _ALLOCATOR}
-        self.adapter_version = -1
-        self._lora = lora
         self.expected = expected_shapes(model, lora)
         """Names and shapes of the adapter's tensors."""
-        settings = Settings(
-            model=resolve_asset(lora.path),
-            pipeline=pipeline,
-            vae_dtype=lora.dtype,
-            batch_guidance=model.batch_guidance,
-            init_timeout_s=timeouts.start_timeout_s,
-            tensor_parallel=len(devices),
-        )
         super().__init__(
             f"vllm_omni {number} ({JOINED.join(devices)})",
             "flowgrpo_rc.rollout.vllm_omni.server:Server",
-            *(config, settings),
+            *(config, lora, type(model.pipe).__name__, model.batch_guidance, timeouts.start_timeout_s, len(devices)),
             environment=environment,
             timeouts=timeouts,
             subject=subject,
-            explain=with_cause,
         )
 
     @classmethod
@@ -94,41 +70,18 @@ class VllmOmniHandle(EngineProcess):
         """As ``EngineEntry.handle``."""
         return cls(config, model, lora, devices, config.process, number)
 
-    def start(self) -> None:
-        """As ``RolloutHandle.start``; returns when the model is loaded."""
-        self.adapter_version = -1
-        super().start()
-
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
         """As ``RolloutHandle.sync``; the digest is of vllm-omni's layers."""
         check_adapter_state(state, self.expected)
-        push = AdapterPush(dict(state), version, self._lora.lora_rank, self._lora.lora_alpha)
-        # The version is set after the answer, so that a loss in between leaves the engine without an adapter.
-        digest = self.call("sync", push)
-        self.adapter_version = version
-        return digest
-
-    def generate(self, request: RolloutRequest) -> Trajectories:
-        """As ``RolloutHandle.generate``."""
-        check_has_adapter(self.adapter_version)
-        return self.call("generate", request, self.adapter_version)
-
-    def memory(self) -> tuple[int, int]:
-        """Bytes of the GPU in use, by all processes, before the engine's last sleep and after."""
-        return self.call("memory")
+        return super().sync(state, version)
 
 
-def _check_can_sleep(devices: Sequence[str]) -> None:
-    """Refuse sleep without a GPU."""
-    if any(not device.startswith("cuda") for device in devices):
-        raise ValueError(
-            f"actor_rollout_ref.rollout.vllm_omni.sleep: got true on {JOINED.join(devices)}; vllm-omni takes the "
-            "weights from an NVIDIA GPU alone, so set it to false"
-        )
+def _check_pipeline(model: DiffusionModel, lora: ModelConfig) -> None:
+    """Refuse a pipeline that vllm-omni cannot draw, not without its missing parts, or not with an adapter of ``lora``.
 
-
-def _check_pipeline(pipeline: str, model: DiffusionModel) -> None:
-    """Refuse a pipeline that vllm-omni cannot draw, or not without its missing parts."""
+    It fails itself after minutes of loading.
+    """
+    pipeline = type(model.pipe).__name__
     if pipeline not in PIPELINES:
         raise ValueError(
             f"actor_rollout_ref.rollout.name=vllm_omni draws {', '.join(PIPELINES)} only so far, got {pipeline}; "
@@ -141,4 +94,28 @@ def _check_pipeline(pipeline: str, model: DiffusionModel) -> None:
         raise ValueError(
             f"actor_rollout_ref.rollout.name=vllm_omni loads {', '.join(left_out)}, which this model was saved "
             "without; use rollout.name=diffusers, or the whole model"
+        )
+    patterns = PIPELINES[pipeline].takes_no_adapter
+    layers = target_layers(model.transformer, model, lora)
+    refused = [name for name in layers if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if refused:
+        raise ValueError(
+            f"actor_rollout_ref.model.target_modules: {refused[0]} can have no adapter in vllm-omni, as can none of "
+            f"{', '.join(patterns)}; leave them out, or use actor_rollout_ref.rollout.name=diffusers"
+        )
+
+
+def _check_devices(devices: Sequence[str], sleeps: bool) -> None:
+    """Refuse devices that are not there, or on which vllm-omni cannot divide a model or sleep."""
+    check_devices(*devices)
+    named = JOINED.join(devices)
+    if len(devices) > 1 and "cpu" in devices:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.devices: got {named}; vllm-omni divides a model over GPUs alone, so name cpu "
+            "by itself"
+        )
+    if sleeps and not all(device.startswith("cuda") for device in devices):
+        raise ValueError(
+            f"actor_rollout_ref.rollout.vllm_omni.sleep: got true on {named}; vllm-omni takes the weights from an "
+            "NVIDIA GPU alone, so set it to false"
         )

@@ -1,5 +1,6 @@
 """Adapters inside vllm-omni's worker: load tensors, bind them to layers, and read the layers back."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,24 +21,23 @@ from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExte
 
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.digest import adapter_digest
-from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, engine_module, pairs, unpaired
+from flowgrpo_rc.rollout.vllm_omni.adapter import engine_module, pairs, unpaired
 
 ANY_PATH = "/"
 """vllm requires an existing path for every adapter, or else queries the hub; nothing is read from it."""
 
 
 class TensorLoRARequest(LoRARequest):
-    """A LoRA request that contains the weights."""
+    """A LoRA request that contains the weights, under the actor's names, and ``lora_alpha``."""
 
-    push: AdapterPush | None = None
+    state: Mapping[str, Tensor] | None = None
+    alpha: int = 0
 
 
-def lora_request(adapter_id: int, push: AdapterPush | None = None) -> LoRARequest:
-    """The request that adds an adapter, or without ``push`` the one that samples with it."""
+def lora_request(adapter_id: int, state: Mapping[str, Tensor] | None = None, alpha: int = 0) -> TensorLoRARequest:
+    """The request that adds an adapter, or without ``state`` the one that samples with it."""
     name = f"flowgrpo-{adapter_id}"
-    if push is None:
-        return LoRARequest(lora_name=name, lora_int_id=adapter_id, lora_path=ANY_PATH)
-    return TensorLoRARequest(lora_name=name, lora_int_id=adapter_id, lora_path=ANY_PATH, push=push)
+    return TensorLoRARequest(lora_name=name, lora_int_id=adapter_id, lora_path=ANY_PATH, state=state, alpha=alpha)
 
 
 def load_adapter(transformer: nn.Module, request: LoRARequest, dtype: torch.dtype) -> tuple[LoRAModel, PEFTHelper]:
@@ -46,20 +46,22 @@ def load_adapter(transformer: nn.Module, request: LoRARequest, dtype: torch.dtyp
     Raises:
         AdapterMismatchError: the adapter was never pushed, or has half a pair.
     """
-    push = getattr(request, "push", None)
-    if push is None:
+    state = getattr(request, "state", None)
+    if state is None:
         raise AdapterMismatchError(f"adapter {request.lora_int_id} is not in the engine any more: call sync() again")
     layers = {}
     # Copies, since vllm scales B in place.
     present = dict(transformer.named_modules())
-    for module, (a, b) in pairs(push.state).items():
+    pushed = pairs(state)
+    rank = next(iter(pushed.values()))[0].shape[0]
+    for module, (a, b) in pushed.items():
         name = engine_module(module, present)
-        layers[name] = LoRALayerWeights(name, push.rank, push.alpha, a.to(dtype, copy=True), b.to(dtype, copy=True))
-    helper = PEFTHelper(r=push.rank, lora_alpha=push.alpha, target_modules=list(layers))
-    return LoRAModel(request.lora_int_id, push.rank, layers), helper
+        layers[name] = LoRALayerWeights(name, rank, request.alpha, a.to(dtype, copy=True), b.to(dtype, copy=True))
+    helper = PEFTHelper(r=rank, lora_alpha=request.alpha, target_modules=list(layers))
+    return LoRAModel(request.lora_int_id, rank, layers), helper
 
 
-def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
+def held_adapter(manager: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The active adapter from the layers' own buffers, under the actor's names.
 
     With tensor parallelism every process of the group must call this, and each assembles all parts.
@@ -69,7 +71,9 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
             more than the rank that was, or a layer divides its matrices in a way that is not known here.
     """
     present = dict(manager.pipeline.transformer.named_modules())
-    names = {engine_module(m, present): m for m in pairs(push.state)}
+    pushed = pairs(state)
+    names = {engine_module(m, present): m for m in pushed}
+    rank = next(iter(pushed.values()))[0].shape[0]
     held: dict[str, tuple[Tensor, Tensor]] = {}
     aliases: list[tuple[str, Any, Tensor, Tensor]] = []
     # The first part of a name is the component; only the transformer has adapters.
@@ -85,12 +89,12 @@ def held_adapter(manager: Any, push: AdapterPush) -> dict[str, Tensor]:
             wide_a = [all_a[i] for i in slices]
             wide_b = torch.cat([all_b[i] for i in slices])
             # vllm's buffers have the largest rank; a smaller adapter must leave the rest at 0.
-            if any(bool(a[push.rank :].any()) for a in wide_a) or bool(wide_b[:, push.rank :].any()):
-                raise AdapterMismatchError(f"{module}: the engine's buffer holds a rank above {push.rank}")
+            if any(bool(a[rank:].any()) for a in wide_a) or bool(wide_b[:, rank:].any()):
+                raise AdapterMismatchError(f"{module}: the engine's buffer holds a rank above {rank}")
             if not all(torch.equal(a, wide_a[0]) for a in wide_a):
                 raise AdapterMismatchError(f"{module}: the engine holds different A matrices for one layer's slices")
-            a = wide_a[0][: push.rank]
-            b = wide_b[:, : push.rank]
+            a = wide_a[0][:rank]
+            b = wide_b[:, :rank]
             if engine_name in names:
                 held[names[engine_name]] = a, b
             else:
@@ -135,7 +139,7 @@ def _whole_matrices(module: str, layer: Any) -> tuple[list[Tensor], list[Tensor]
     return all_a, [group.all_gather(b.contiguous(), dim=0) for b in all_b]
 
 
-def held_by_all(manager: Any, push: AdapterPush) -> tuple[int | None, str]:
+def held_by_all(manager: Any, state: Mapping[str, Tensor]) -> tuple[int | None, str]:
     """The active adapter's id and the digest of ``held_adapter``, checked to be equal in all processes of this engine.
 
     Raises:
@@ -145,7 +149,7 @@ def held_by_all(manager: Any, push: AdapterPush) -> tuple[int | None, str]:
     fault = ""
     held: tuple[int | None, str] = (None, "")
     try:
-        held = manager._active_adapter_id, adapter_digest(held_adapter(manager, push))
+        held = manager._active_adapter_id, adapter_digest(held_adapter(manager, state))
     except AdapterMismatchError as error:
         fault = str(error)
     found = [(fault, *held)]
@@ -187,6 +191,6 @@ class RolloutWorker(CustomPipelineWorkerExtension):
         """Bind an adapter to the layers now; vllm-omni would bind it, and fail, at the first image only."""
         self.lora_manager.set_active_adapter(request, 1.0)
 
-    def flowgrpo_held(self, push: AdapterPush) -> tuple[int | None, str]:
+    def flowgrpo_held(self, state: Mapping[str, Tensor]) -> tuple[int | None, str]:
         """The active adapter's id, and the digest of the layers' values."""
-        return held_by_all(self.lora_manager, push)
+        return held_by_all(self.lora_manager, state)

@@ -8,36 +8,22 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from PIL import Image
-from torch import nn
+from torch import Tensor, nn
+from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
 from flowgrpo_rc.dtypes import torch_dtype
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Prompts
-from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
+from flowgrpo_rc.models.base import DiffusionModel, Prompts
+from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories, batch_of
 from flowgrpo_rc.rollout.sampling import RequestSampler
 from flowgrpo_rc.rollout.vllm_omni.lora import load_adapter
-from flowgrpo_rc.rollout.vllm_omni.plain_torch import check_plain_torch
-
-EXTRA = "flowgrpo"
-"""Key of our own values in a request's ``extra_args`` and in a result's metadata."""
-SHARED = ("request_id", "window_size", "noise_level", "sde_type", "record_means")
-"""Fields of a ``RolloutRequest`` that vllm-omni has no field for."""
-PROMPT_FIELDS = ("embeds", "mask", "pooled", "references")
-"""Tensors of ``Prompts`` in an image's prompt, each after ``prompt_`` or ``negative_``."""
-
-
-class VllmFamily(DiffusionModel):
-    """A mixin for a family's adapter: vllm-omni's transformers return a tuple or an object."""
-
-    def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:
-        output = transformer(**inputs, return_dict=False)
-        return output[0] if isinstance(output, tuple) else output.sample
+from flowgrpo_rc.rollout.vllm_omni.server import EXTRA
 
 
 class NoEncoder(nn.Module):
@@ -71,6 +57,7 @@ class Rollout:
     supports_request_batch = True
     supports_step_execution: ClassVar[bool] = False
     family: ClassVar[type[DiffusionModel]]
+    """The trainer's family, or a subclass for differences of vllm-omni's transformer."""
     text_encoders: ClassVar[tuple[str, ...]]
     """Names in the module of vllm-omni's pipeline that build text encoders and their processors."""
     _encoder_modules: ClassVar[list[str]] = []
@@ -115,23 +102,21 @@ class Rollout:
         if req.is_dummy_run():
             return [DiffusionOutput(output=torch.zeros(1, 3, 16, 16)) for _ in range(req.num_reqs)]
         device = next(self.transformer.parameters()).device
-        request, own = _rollout_request(req, device)
-        sampler = RequestSampler(self.model, self.transformer, request, device)
-        images, record = sampler.sample(torch.arange(req.num_reqs))
-        # The server knows the pushed adapter, and fills in version and digest.
-        echo = sampler.echo(adapter_version=-1, adapter_digest="")
-        # Read after sampling, so that a switch meanwhile is found.
-        adapter = self.lora_manager._active_adapter_id
-        return [
-            DiffusionOutput(
-                output={
-                    "payload": {"image": [Image.fromarray(images[i].numpy())]},
-                    "metadata": {EXTRA: {"row": own[i]["row"], "adapter": adapter, "echo": _row(echo, i)}},
-                },
-                trajectory_latents={name: tensor[i].clone() for name, tensor in record.items()},
-            )
-            for i in range(req.num_reqs)
-        ]
+        images = [params.extra_args[EXTRA] for params in req.sampling_params_list]
+        sampler = RequestSampler(self.model, self.transformer, merged(images), device)
+        pixels, record = sampler.sample(torch.arange(req.num_reqs))
+        # vllm-omni's number of the adapter, read after sampling so that a switch meanwhile is found. The server puts
+        # the trainer's version and the digest in its place.
+        echo = sampler.echo(adapter_version=self.lora_manager._active_adapter_id or 0, adapter_digest="")
+        results = []
+        for i, image in enumerate(images):
+            # Copies, because each result is pickled by itself, and a view would take all of its storage along.
+            batch = batch_of({name: tensor[i : i + 1].clone() for name, tensor in record.items()}, image)
+            starts = None if echo.window_starts is None else echo.window_starts[i : i + 1].clone()
+            own = replace(echo, request_id=image.request_id, window_starts=starts, seeds=echo.seeds[i : i + 1])
+            answer = Trajectories(pixels[i : i + 1].clone(), batch, own)
+            results.append(DiffusionOutput(output={"payload": {"image": []}, "metadata": {EXTRA: answer}}))
+        return results
 
 
 @contextmanager
@@ -161,55 +146,58 @@ def leave_as_they_are(od_config: OmniDiffusionConfig) -> Callable[[Any], Any]:
     return lambda value: value
 
 
-def _rollout_request(req: DiffusionRequestBatch, device: torch.device) -> tuple[RolloutRequest, list[dict[str, Any]]]:
-    """The batch as one request, and each image's own settings."""
-    params = req.sampling_params_list
-    own = [p.extra_args[EXTRA] for p in params]
+def merged(images: Sequence[RolloutRequest]) -> RolloutRequest:
+    """Requests for one image each as one request."""
+    first = images[0]
     # The batch is one call of the sampling loop, with one setting for all.
-    if any(o[name] != own[0][name] for o in own for name in SHARED):
+    if len({image.request_id.rpartition("/")[0] for image in images}) > 1:
         raise RolloutError("vllm-omni put images of different rollouts into one batch")
-    first = params[0]
-    start = own[0]["window_start"]
-    negative = _prompts(req, "negative", device) if "negative_embeds" in req.prompts[0] else None
-    conditioning = Conditioning(
-        prompts=_prompts(req, "prompt", device),
-        negative=negative,
-        true_cfg_scale=first.true_cfg_scale,
-        guidance_scale=first.guidance_scale if first.guidance_scale_provided else None,
-        height=first.height,
-        width=first.width,
-    )
-    request = RolloutRequest(
-        conditioning=conditioning,
-        prompt_index=torch.arange(req.num_reqs),
-        num_inference_steps=first.num_inference_steps,
-        seeds=[p.generator.initial_seed() for p in params],
-        window_starts=None if start is None else torch.tensor([o["window_start"] for o in own]),
-        **{name: own[0][name] for name in SHARED},
-    )
-    return request, own
-
-
-def _prompts(req: DiffusionRequestBatch, name: str, device: torch.device) -> Prompts:
-    fields: dict[str, Any] = {}
-    for field in PROMPT_FIELDS:
-        rows = [prompt[f"{name}_{field}"] for prompt in req.prompts]
-        fields[field] = None if rows[0] is None else torch.stack(rows).to(device)
-    lengths = req.prompts[0][f"{name}_length"]
-    return Prompts(
-        **fields,
-        reference_grids=req.prompts[0][f"{name}_reference_grids"],
-        lengths=None if lengths is None else tuple(prompt[f"{name}_length"] for prompt in req.prompts),
-    )
-
-
-def _row(echo: Echo, i: int) -> Echo:
-    """The echo of one image. Its tensors are copies, because each result is pickled by itself."""
-    starts = None if echo.window_starts is None else echo.window_starts[i : i + 1].clone()
+    conditionings = [image.conditioning for image in images]
+    prompts = reduce(Prompts.followed_by, [one.prompts for one in conditionings])
+    negative = None
+    if first.conditioning.negative is not None:
+        negative = reduce(Prompts.followed_by, [one.negative for one in conditionings if one.negative is not None])
+    starts = None
+    if first.window_starts is not None:
+        starts = torch.cat([image.window_starts for image in images if image.window_starts is not None])
     return replace(
-        echo,
-        timesteps=echo.timesteps.clone(),
-        sigmas=echo.sigmas.clone(),
+        first,
+        conditioning=replace(first.conditioning, prompts=prompts, negative=negative),
+        prompt_index=torch.arange(len(images)),
+        seeds=[image.seeds[0] for image in images],
         window_starts=starts,
-        seeds=echo.seeds[i : i + 1],
     )
+
+
+def check_plain_torch(model: nn.Module) -> None:
+    """Check that a model loaded by vllm multiplies by plain torch, as the trainer does.
+
+    Raises:
+        RuntimeError: names the first layer with another product.
+    """
+    for name, layer in model.named_modules():
+        # Layers of other kinds have no such attribute.
+        product = getattr(layer, "cpu_linear", torch.nn.functional.linear)
+        if product is not torch.nn.functional.linear:
+            raise RuntimeError(
+                f"vllm chose a kernel for the layer {name} by what this processor offers, which is not what the "
+                "trainer computes with; install the versions of constraints-vllm.txt, or set "
+                "actor_rollout_ref.rollout.name=diffusers"
+            )
+
+
+class CpuAttention(SDPABackend):
+    """vllm-omni's attention by torch, for ``CpuOmniPlatform``."""
+
+    # Not beside the platform, which vllm-omni imports before its attention.
+
+    @staticmethod
+    def get_impl_cls() -> type[SDPAImpl]:
+        return _CpuAttention
+
+
+class _CpuAttention(SDPAImpl):
+    """As on CUDA, without a kernel of its own."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Tensor:
+        return self.forward_cuda(query, key, value, attn_metadata)

@@ -1,6 +1,11 @@
-"""The platform of vllm-omni's worker, runner and attention layers on a CPU.
+"""The platform of vllm-omni's worker, runner and attention layers on a CPU, with products by plain torch.
 
 Loaded through ``plugin.register`` only, and so never beside an accelerator.
+
+vllm's own CPU platform chooses a kernel for each linear layer by the processor's features (AMX, AVX512, Arm's ACL,
+AMD's zentorch, else oneDNN), packs the loaded weight for it and drops the original. That is wrong here for two reasons:
+``scripts/install_vllm_omni_cpu.sh`` builds none of these kernels, and a packed weight rounds unlike the trainer's and
+cannot be read back.
 """
 
 from typing import Any
@@ -10,7 +15,27 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
-from flowgrpo_rc.rollout.vllm_omni.plain_torch import keep_plain_torch
+# Kernels that vllm's activations look up but do not call on a CPU, with torch's declarations.
+_UNCALLED = {"silu_and_mul": "silu_and_mul(Tensor! out, Tensor input) -> ()"}
+# Kept alive, because torch drops the declarations of a deleted library.
+_DECLARATIONS = torch.library.Library("_C", "FRAGMENT")
+
+
+def keep_plain_torch() -> None:
+    """Make every unquantised layer that vllm loads from now on multiply by ``torch.nn.functional.linear``."""
+    from vllm.model_executor.layers import utils
+
+    # Replaced in the module, since layers look it up there after each loading.
+    utils.dispatch_cpu_unquantized_gemm = _use_torch
+    for name, declaration in _UNCALLED.items():
+        # Without a kernel: a call would be an error of torch's.
+        if not hasattr(torch.ops._C, name):
+            _DECLARATIONS.define(declaration)
+
+
+def _use_torch(layer: Any, remove_weight: bool) -> None:
+    """Replaces vllm's choice. ``remove_weight`` is ignored: it is for packed weights."""
+    layer.cpu_linear = torch.nn.functional.linear
 
 
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
@@ -25,7 +50,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def get_diffusion_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
-        return "flowgrpo_rc.rollout.vllm_omni.attention.CpuSDPABackend"
+        return "flowgrpo_rc.rollout.vllm_omni.pipeline.CpuAttention"
 
     @classmethod
     def supports_torch_inductor(cls) -> bool:

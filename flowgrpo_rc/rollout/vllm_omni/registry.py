@@ -1,4 +1,4 @@
-"""The pipelines that vllm-omni draws for a rollout, by class name. Importing this loads neither torch nor vllm.
+"""The pipelines that vllm-omni draws for a rollout, and the versions that do. Importing this loads no vllm.
 
 To add one, write a ``Rollout`` in a file of ``families`` and add an entry to ``PIPELINES``.
 """
@@ -6,6 +6,7 @@ To add one, write a ``Rollout`` in a file of ``families`` and add an entry to ``
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 _FAMILIES = "flowgrpo_rc.rollout.vllm_omni.families"
 
@@ -15,6 +16,10 @@ _FLUX2_EMBEDDERS = (
     *("time_guidance_embed.*", "x_embedder", "context_embedder", "proj_out", "norm_out.linear"),
     "*_stream_modulation*.linear",
 )
+
+
+WORKING_SET = "vllm 0.30.*, vllm-omni 0.30.*, diffusers 0.40.*"
+_SERIES = {"vllm": "0.30", "vllm-omni": "0.30", "diffusers": "0.40"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,3 +56,27 @@ PIPELINES = {
     ),
 }
 """By class name in a pipeline's ``model_index.json``."""
+
+
+def check_versions() -> None:
+    """Refuse other versions than the working set, without importing the packages.
+
+    Raises:
+        ImportError: a package is missing or of another series; names the working set.
+    """
+    wrong = []
+    for package, series in _SERIES.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            wrong.append(f"{package} is not installed")
+            continue
+        # Patch releases and local builds keep the internals that this package uses.
+        if found.split("+")[0].split(".")[:2] != series.split("."):
+            wrong.append(f"{package} is {found}")
+    if wrong:
+        raise ImportError(
+            f"actor_rollout_ref.rollout.name=vllm_omni works with {WORKING_SET}; {', '.join(wrong)}. "
+            "Without a GPU: scripts/install_vllm_omni_cpu.sh; with one, in a checkout: pip install vllm==0.30.0 "
+            "'.[vllm-omni]'"
+        )

@@ -1,1 +1,1 @@
-"""One module a family: its adapter around vllm-omni's transformer, and its pipeline. Each imports vllm-omni."""
+"""One module a family: its pipeline in vllm-omni, and differences from the trainer's. Each imports vllm-omni."""

@@ -11,21 +11,17 @@ from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit_plus import 
 from flowgrpo_rc.models.base import Conditioning, Prompts
 from flowgrpo_rc.models.qwen_image import QwenImage
 from flowgrpo_rc.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
-from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout, VllmFamily
+from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout
 
 
-class VllmQwenFamily(VllmFamily):
-    """All Qwen-Image pipelines: vllm-omni's transformer also takes the lengths of prompts."""
+class VllmQwenImage(QwenImage):
+    """Qwen-Image; vllm-omni's transformer also takes the lengths of prompts."""
 
     def _inputs(
         self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
     ) -> dict[str, Any]:
         inputs = super()._inputs(dtype, latents, timesteps, prompts, conditioning)
         return {**inputs, "txt_seq_lens": [prompts.embeds.shape[1]] * len(latents)}
-
-
-class VllmQwenImage(VllmQwenFamily, QwenImage):
-    """Qwen-Image around vllm-omni's pipeline."""
 
 
 class QwenImageRollout(Rollout, QwenImagePipeline):
@@ -35,8 +31,8 @@ class QwenImageRollout(Rollout, QwenImagePipeline):
     text_encoders = ("Qwen2_5_VLForConditionalGeneration",)
 
 
-class VllmQwenImageEdit(VllmQwenFamily, QwenImageEdit):
-    """Qwen-Image-Edit around vllm-omni's pipeline."""
+class VllmQwenImageEdit(VllmQwenImage, QwenImageEdit):
+    """Qwen-Image-Edit likewise."""
 
 
 class QwenImageEditRollout(Rollout, QwenImageEditPipeline):
@@ -46,8 +42,8 @@ class QwenImageEditRollout(Rollout, QwenImageEditPipeline):
     text_encoders = ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLProcessor")
 
 
-class VllmQwenImageEditPlus(VllmQwenFamily, QwenImageEditPlus):
-    """Qwen-Image-Edit-Plus around vllm-omni's pipeline."""
+class VllmQwenImageEditPlus(VllmQwenImage, QwenImageEditPlus):
+    """Qwen-Image-Edit-Plus likewise."""
 
 
 class QwenImageEditPlusRollout(Rollout, QwenImageEditPlusPipeline):

@@ -8,17 +8,13 @@ from vllm_omni.diffusion.data import OmniDiffusionConfig
 from vllm_omni.diffusion.models.wan2_2 import Wan22Pipeline
 
 from flowgrpo_rc.models.wan import Wan
-from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout, VllmFamily
-
-
-class VllmWan(VllmFamily, Wan):
-    """Wan around vllm-omni's pipeline."""
+from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout
 
 
 class WanRollout(Rollout, Wan22Pipeline):
     """Sampling for ``WanPipeline``."""
 
-    family = VllmWan
+    family = Wan
     text_encoders = ("UMT5EncoderModel",)
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:

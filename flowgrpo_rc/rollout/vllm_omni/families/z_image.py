@@ -9,10 +9,10 @@ from vllm_omni.diffusion.models.z_image.z_image_transformer import SEQ_MULTI_OF,
 from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 
 from flowgrpo_rc.models.z_image import ZImage
-from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout, VllmFamily
+from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout
 
 
-class VllmZImage(VllmFamily, ZImage):
+class VllmZImage(ZImage):
     """Z-Image around vllm-omni's pipeline."""
 
     def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:
