@@ -1,6 +1,7 @@
 """Both engines around one tiny model, and what to ask of them."""
 
 import copy
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,8 @@ def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, al
 def random_adapter(pair, seed=0):
     """The adapter as it is after some training."""
     return adapter_like(adapter_state(pair.diffusers.transformer, pair.diffusers.adapter), seed)
+
+
+def with_amx():
+    """PYTHONPATH of a process on a processor that seems to have every kernel."""
+    return os.pathsep.join([str(Path(__file__).parent / "amx"), os.environ.get("PYTHONPATH", "")])

@@ -47,9 +47,9 @@ def main(rank, port, folder):
         custom_pipeline_args=config.custom_pipeline_args,
     ).worker
     worker.flowgrpo_prepare("float32", True)
-    worker.add_lora(lora_request(1, asked["push"]))
+    worker.add_lora(lora_request(1, asked["state"], asked["alpha"]))
     worker.flowgrpo_activate(lora_request(1))
-    active, digest = worker.flowgrpo_held(asked["push"])
+    active, digest = worker.flowgrpo_held(asked["state"])
     rollout = worker.model_runner.pipeline
     sampler = RequestSampler(rollout.model, rollout.transformer, asked["request"], torch.device("cpu"))
     with set_forward_context(vllm_config=worker.vllm_config, omni_diffusion_config=config):
@@ -63,7 +63,7 @@ def main(rank, port, folder):
         if rank == process:
             layer.lora_b_stacked[0][0, 0, 0, 0] += 1
         try:
-            faults.append(held_by_all(worker.lora_manager, asked["push"])[1])
+            faults.append(held_by_all(worker.lora_manager, asked["state"])[1])
         except AdapterMismatchError as error:
             faults.append(str(error))
         if rank == process:

@@ -75,12 +75,6 @@ def test_vllm_omni_refuses_what_does_not_bind(pair):
     pair.sync(good, 4)
 
 
-def test_an_older_version_is_not_sampled_with(pair):
-    """The process holds version 4; a trainer that believes in another gets an error, no images."""
-    with pytest.raises(RolloutError, match="the engine holds adapter version 4, not 3"):
-        pair.vllm._handle.call("generate", request_for(pair.model), 3)
-
-
 def test_a_stale_adapter_left_in_place_is_found_out(pair):
     """The version lies, the digest does not."""
     stale, newest = random_adapter(pair), zero_adapter(pair)
@@ -93,9 +87,9 @@ def test_a_stale_adapter_left_in_place_is_found_out(pair):
 
 def test_model_that_cannot_be_loaded_ends_in_one_line(pair, tmp_path):
     handle = pair.vllm._handle
-    make, config, settings = handle._target
-    there = {"environment": handle._environment, "timeouts": TIMEOUTS, "explain": handle._explain}
-    broken = EngineProcess("broken", make, config, replace(settings, model=str(tmp_path)), **there)
+    make, config, lora, *rest = handle._target
+    lora = replace(lora, path=str(tmp_path))
+    broken = EngineProcess("broken", make, config, lora, *rest, environment=handle._environment, timeouts=TIMEOUTS)
     with pytest.raises(RolloutError, match="ended with code 1 while starting; log: .*, which ends: ") as caught:
         broken.start()
     assert "\n" not in str(caught.value)

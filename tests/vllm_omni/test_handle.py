@@ -2,7 +2,6 @@
 
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, EngineLostError, RolloutConfig, RolloutPool
 from flowgrpo_rc.rollout.base import RolloutHandle
-from flowgrpo_rc.rollout.build import build_engine_alone, digest_rule
+from flowgrpo_rc.rollout.build import digest_rule
 from flowgrpo_rc.rollout.config import ALONE, ProcessConfig
 from flowgrpo_rc.rollout.process import ProcessHandle, process_handles
 
@@ -94,25 +93,3 @@ def test_an_engine_alone_has_vllm_omni_below_it_and_takes_it_along(model, engine
         wait_until(lambda: not any(map(alive, below)))
     finally:
         handle.close()
-
-
-def test_an_engine_alone_of_vllm_omni_reads_no_weights(monkeypatch):
-    """They are read once, by the process below."""
-    from flowgrpo_rc.rollout.vllm_omni import engine
-
-    built = {}
-
-    class Handle:
-        def __init__(self, config, model, lora, devices, timeouts, **more):
-            built.update(model=model, devices=devices)
-            self.expected = {}
-
-        def start(self):
-            built["started"] = True
-
-    monkeypatch.setattr(engine, "VllmOmniHandle", Handle)
-    build_engine_alone(replace(ROLLOUT, dtype="bfloat16"), replace(LORA, batch_guidance=False), "cpu")
-    assert all(p.is_meta for p in built["model"].transformer.parameters())
-    assert built["started"]
-    assert built["devices"] == ["cpu"]
-    assert not built["model"].batch_guidance

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("vllm")
 
-from engine_pair import FAMILIES, make_pair, random_adapter, zero_adapter
+from engine_pair import FAMILIES, make_pair, random_adapter, with_amx, zero_adapter
 from tolerances import LATENT, LOG_RATIO, levels
 
 from flowgrpo_rc.models.lora import AdapterMismatchError, linear_layers
@@ -138,8 +138,12 @@ def test_sync_leaves_the_trainers_tensors_alone(pair):
 
 
 @pytest.mark.parametrize("family", ["qwen_image", "flux2_klein_references", "wan"])
-def test_a_scale_that_is_no_power_of_two_and_bfloat16(path_of, family):
-    """alpha / rank = 1.5 rounds B once more than PEFT does; means stay a rounding apart, the digest is exact."""
+def test_a_scale_that_is_no_power_of_two_and_bfloat16(path_of, family, monkeypatch):
+    """alpha / rank = 1.5 rounds B once more than PEFT does; means stay a rounding apart, the digest is exact.
+
+    In the precision that vllm has AMX kernels for, on a processor that seems to have them.
+    """
+    monkeypatch.setenv("PYTHONPATH", with_amx())
     pair = make_pair(path_of(family), FAMILIES[family], dtype=torch.bfloat16, alpha=6)
     state = random_adapter(pair)
     digest = pair.sync(state, 2)

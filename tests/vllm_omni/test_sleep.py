@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from flowgrpo_rc.models import ModelConfig
-from flowgrpo_rc.rollout import RolloutConfig
+from flowgrpo_rc.rollout import RolloutConfig, RolloutError, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import VllmOmniConfig
-from flowgrpo_rc.rollout.vllm_omni import server
-from flowgrpo_rc.rollout.vllm_omni.handle import VllmOmniHandle
+from flowgrpo_rc.rollout.vllm_omni import handle, server
 from flowgrpo_rc.rollout.vllm_omni.server import Server
 
 SLEEPING = VllmOmniConfig(sleep=True)
+A, B = {"a": torch.zeros(1)}, {"b": torch.zeros(1)}
+REQUEST, ANSWER = object.__new__(RolloutRequest), object.__new__(Trajectories)
 
 
 class NotingOmni:
@@ -49,19 +50,18 @@ def make_server(monkeypatch):
         made.omni = NotingOmni()
         made._loop = asyncio.new_event_loop()
         made._sleeps, made._asleep, made._used = sleeps, False, (0, 0)
-        made._pushed, made._adapter, made._digest = None, 0, ""
+        made._state, made._version, made._adapter, made._digest = {}, -1, 0, ""
 
-        async def sync(push):
-            made.omni.calls.append(f"sync {push}")
-            made._pushed, made._adapter = push, made._adapter + 1
-            made.omni.held = (made._adapter, f"digest {push}")
-            return f"digest {push}"
+        async def bind(state):
+            made.omni.calls.append(f"sync {next(iter(state))}")
+            made.omni.held = (made._adapter + 1, f"digest {next(iter(state))}")
+            return made.omni.held
 
-        async def generate(request, version):
-            made.omni.calls.append(f"generate {request}")
-            return f"images of {request}"
+        async def draw(request):
+            made.omni.calls.append("generate")
+            return ANSWER
 
-        made._sync, made._generate = sync, generate
+        made._bind, made._draw = bind, draw
         return made
 
     return make
@@ -70,14 +70,14 @@ def make_server(monkeypatch):
 def test_it_sleeps_after_a_rollout_and_wakes_for_the_next_call(make_server):
     """Level 1, from which it wakes; the adapter is read back each time, and memory noted."""
     engine = make_server()
-    assert engine.sync("a") == "digest a"
-    assert engine.generate("one", 1) == "images of one"
+    assert engine.sync(A, 1) == "digest a"
+    assert engine.generate(REQUEST) is ANSWER
     assert engine.memory() == (70, 60)
-    assert engine.generate("two", 1) == "images of two"
-    assert engine.sync("b") == "digest b"
+    assert engine.generate(REQUEST) is ANSWER
+    assert engine.sync(B, 2) == "digest b"
     assert engine.omni.calls == [
-        *("sync a", "generate one", "sleep 1"),
-        *("wake up", "flowgrpo_held", "generate two", "sleep 1"),
+        *("sync a", "generate", "sleep 1"),
+        *("wake up", "flowgrpo_held", "generate", "sleep 1"),
         *("wake up", "flowgrpo_held", "sync b"),
     ]
     assert engine.memory() == (50, 40)
@@ -85,56 +85,47 @@ def test_it_sleeps_after_a_rollout_and_wakes_for_the_next_call(make_server):
 
 def test_without_sleep_it_stays_awake(make_server):
     engine = make_server(sleeps=False)
-    engine.sync("a")
-    engine.generate("one", 1)
-    assert engine.omni.calls == ["sync a", "generate one"]
+    engine.sync(A, 1)
+    engine.generate(REQUEST)
+    assert engine.omni.calls == ["sync a", "generate"]
     assert engine.memory() == (0, 0)
 
 
 def test_an_adapter_that_is_another_after_waking_is_refused(make_server):
     engine = make_server()
-    engine.sync("a")
-    engine.generate("one", 1)
+    engine.sync(A, 1)
+    engine.generate(REQUEST)
     engine.omni.held = (1, "of something else")
-    with pytest.raises(RuntimeError, match=r"after waking up, .* digest of something els, not 1 with digest a;"):
-        engine.generate("two", 1)
+    with pytest.raises(RolloutError, match="after waking up, .* digest of something els, not digest a;"):
+        engine.generate(REQUEST)
 
 
 @pytest.mark.parametrize("what", ["sleep", "wake up"])
 def test_vllm_omnis_answer_that_it_could_not_is_an_error(make_server, what):
     engine = make_server()
-    engine.sync("a")
+    engine.sync(A, 1)
     if what == "wake up":
-        engine.generate("one", 1)
+        engine.generate(REQUEST)
     engine.omni.status = "ERROR"
     says = f"vllm-omni does not {what} .cumem allocator is not available.; .*vllm_omni.sleep=false"
-    with pytest.raises(RuntimeError, match=says):
-        engine.generate("two", 1)
+    with pytest.raises(RolloutError, match=says):
+        engine.generate(REQUEST)
 
 
-def test_sleep_is_refused_without_a_gpu_and_where_nothing_would_use_the_room(tiny_model, monkeypatch):
-    from flowgrpo_rc.rollout.vllm_omni import handle
-
-    monkeypatch.setattr(handle, "check_versions", lambda: None)
-    sleeping = RolloutConfig(name="vllm_omni", vllm_omni=SLEEPING)
-    with pytest.raises(ValueError, match="vllm_omni.sleep: got true on cpu; .* so set it to false"):
-        VllmOmniHandle(sleeping, tiny_model, ModelConfig(), ["cpu"], SLEEPING)
-    for other in ({"name": "diffusers"}, {"name": "vllm_omni", "placement": "process"}):
-        with pytest.raises(ValueError, match="rollout.vllm_omni.sleep: got True with name=.*, so set it to false"):
-            RolloutConfig(**other, vllm_omni=SLEEPING)
-
-
-def test_an_allocator_that_could_not_sleep_stays_with_the_trainer(tiny_model, monkeypatch):
-    """The trainer may use expandable segments; the engine's process is not told of them."""
-    from flowgrpo_rc.rollout.vllm_omni import handle
-
+def test_sleep_is_refused_without_a_gpu_and_takes_no_allocator_that_cannot(tiny_model, monkeypatch):
+    """The trainer may use expandable segments; the process of an engine that sleeps is not told of them."""
     monkeypatch.setattr(handle, "check_versions", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    made = []
-    for timeouts in (VllmOmniConfig(), SLEEPING):
-        rollout = RolloutConfig(name="vllm_omni", vllm_omni=timeouts)
-        made.append(VllmOmniHandle(rollout, tiny_model, ModelConfig(), ["cuda:0"], timeouts)._environment)
-    awake, asleep = made
-    assert "PYTORCH_CUDA_ALLOC_CONF" in awake
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in asleep
+
+    def environment(settings, device="cuda:0"):
+        rollout = RolloutConfig(name="vllm_omni", vllm_omni=settings)
+        return handle.VllmOmniHandle(rollout, tiny_model, ModelConfig(), [device], settings)._environment
+
+    assert "PYTORCH_CUDA_ALLOC_CONF" in environment(VllmOmniConfig())
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment(SLEEPING)
+    with pytest.raises(ValueError, match="vllm_omni.sleep: got true on cpu; .* so set it to false"):
+        environment(SLEEPING, "cpu")
+    for other in ({"name": "diffusers"}, {"name": "vllm_omni", "placement": "process"}):
+        with pytest.raises(ValueError, match="rollout.vllm_omni.sleep: got True with name=.*, so set it to false"):
+            RolloutConfig(**other, vllm_omni=SLEEPING)

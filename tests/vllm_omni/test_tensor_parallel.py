@@ -18,7 +18,7 @@ from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.rollout.digest import adapter_digest
-from flowgrpo_rc.rollout.vllm_omni.adapter import AdapterPush, as_held
+from flowgrpo_rc.rollout.vllm_omni.adapter import as_held
 
 pytestmark = pytest.mark.process
 
@@ -50,7 +50,8 @@ def test_two_processes_hold_and_draw_what_one_does(tmp_path, monkeypatch, name):
     asked = {
         "model": path,
         "pipeline": type(model.pipe).__name__,
-        "push": AdapterPush(state, 1, RANK, ALPHA),
+        "state": state,
+        "alpha": ALPHA,
         "request": request,
     }
     torch.save(asked, tmp_path / "asked.pt")
