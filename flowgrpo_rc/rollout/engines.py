@@ -58,7 +58,7 @@ ENGINES: dict[str, EngineEntry] = {
         attention_backends=("TORCH_SDPA", "FLASH_ATTN", "FLASH_ATTN_HUB", "FLASH_ATTN_3_HUB"),
         reads_weights=True,
         digest_rule="flowgrpo_rc.rollout.vllm_omni.adapter:digest_rule",
-        handle="flowgrpo_rc.rollout.vllm_omni.handle:VllmOmniHandle",
+        handle="flowgrpo_rc.rollout.vllm_omni.engine:VllmOmniHandle",
     ),
 }
 

@@ -9,7 +9,7 @@ import torch
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.rollout import RolloutConfig, RolloutError, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import VllmOmniConfig
-from flowgrpo_rc.rollout.vllm_omni import handle, server
+from flowgrpo_rc.rollout.vllm_omni import engine, server
 from flowgrpo_rc.rollout.vllm_omni.server import Server
 
 SLEEPING = VllmOmniConfig(sleep=True)
@@ -69,58 +69,58 @@ def make_server(monkeypatch):
 
 def test_it_sleeps_after_a_rollout_and_wakes_for_the_next_call(make_server):
     """Level 1, from which it wakes; the adapter is read back each time, and memory noted."""
-    engine = make_server()
-    assert engine.sync(A, 1) == "digest a"
-    assert engine.generate(REQUEST) is ANSWER
-    assert engine.memory() == (70, 60)
-    assert engine.generate(REQUEST) is ANSWER
-    assert engine.sync(B, 2) == "digest b"
-    assert engine.omni.calls == [
+    sleeper = make_server()
+    assert sleeper.sync(A, 1) == "digest a"
+    assert sleeper.generate(REQUEST) is ANSWER
+    assert sleeper.memory() == (70, 60)
+    assert sleeper.generate(REQUEST) is ANSWER
+    assert sleeper.sync(B, 2) == "digest b"
+    assert sleeper.omni.calls == [
         *("sync a", "generate", "sleep 1"),
         *("wake up", "flowgrpo_held", "generate", "sleep 1"),
         *("wake up", "flowgrpo_held", "sync b"),
     ]
-    assert engine.memory() == (50, 40)
+    assert sleeper.memory() == (50, 40)
 
 
 def test_without_sleep_it_stays_awake(make_server):
-    engine = make_server(sleeps=False)
-    engine.sync(A, 1)
-    engine.generate(REQUEST)
-    assert engine.omni.calls == ["sync a", "generate"]
-    assert engine.memory() == (0, 0)
+    sleeper = make_server(sleeps=False)
+    sleeper.sync(A, 1)
+    sleeper.generate(REQUEST)
+    assert sleeper.omni.calls == ["sync a", "generate"]
+    assert sleeper.memory() == (0, 0)
 
 
 def test_an_adapter_that_is_another_after_waking_is_refused(make_server):
-    engine = make_server()
-    engine.sync(A, 1)
-    engine.generate(REQUEST)
-    engine.omni.held = (1, "of something else")
+    sleeper = make_server()
+    sleeper.sync(A, 1)
+    sleeper.generate(REQUEST)
+    sleeper.omni.held = (1, "of something else")
     with pytest.raises(RolloutError, match="after waking up, .* digest of something els, not digest a;"):
-        engine.generate(REQUEST)
+        sleeper.generate(REQUEST)
 
 
 @pytest.mark.parametrize("what", ["sleep", "wake up"])
 def test_vllm_omnis_answer_that_it_could_not_is_an_error(make_server, what):
-    engine = make_server()
-    engine.sync(A, 1)
+    sleeper = make_server()
+    sleeper.sync(A, 1)
     if what == "wake up":
-        engine.generate(REQUEST)
-    engine.omni.status = "ERROR"
+        sleeper.generate(REQUEST)
+    sleeper.omni.status = "ERROR"
     says = f"vllm-omni does not {what} .cumem allocator is not available.; .*vllm_omni.sleep=false"
     with pytest.raises(RolloutError, match=says):
-        engine.generate(REQUEST)
+        sleeper.generate(REQUEST)
 
 
 def test_sleep_is_refused_without_a_gpu_and_takes_no_allocator_that_cannot(tiny_model, monkeypatch):
     """The trainer may use expandable segments; the process of an engine that sleeps is not told of them."""
-    monkeypatch.setattr(handle, "check_versions", lambda: None)
+    monkeypatch.setattr(engine, "check_versions", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
     def environment(settings, device="cuda:0"):
         rollout = RolloutConfig(name="vllm_omni", vllm_omni=settings)
-        return handle.VllmOmniHandle(rollout, tiny_model, ModelConfig(), [device], settings)._environment
+        return engine.VllmOmniHandle(rollout, tiny_model, ModelConfig(), [device], settings)._environment
 
     assert "PYTORCH_CUDA_ALLOC_CONF" in environment(VllmOmniConfig())
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment(SLEEPING)

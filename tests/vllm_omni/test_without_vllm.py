@@ -17,7 +17,7 @@ from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.rollout import EngineLostError, RolloutError, Trajectories
 from flowgrpo_rc.rollout.build import build_engine_alone
 from flowgrpo_rc.rollout.config import RolloutConfig
-from flowgrpo_rc.rollout.vllm_omni import engine, handle, plugin, registry
+from flowgrpo_rc.rollout.vllm_omni import engine, plugin, registry
 from flowgrpo_rc.rollout.vllm_omni.adapter import as_held, engine_module, expected_shapes, pairs, unpaired
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
 
@@ -103,11 +103,11 @@ def test_the_trainers_side_imports_no_vllm():
 @pytest.fixture
 def make_handle(monkeypatch):
     """``make(model, **settings of the model)``: a handle whose process is not started, without vllm."""
-    monkeypatch.setattr(handle, "check_versions", lambda: None)
+    monkeypatch.setattr(engine, "check_versions", lambda: None)
     rollout = RolloutConfig(name="vllm_omni", dtype="float32", micro_batch_size=2)
 
     def make(model, devices=("cpu",), **settings):
-        return handle.VllmOmniHandle(rollout, model, ModelConfig(**settings), devices, rollout.vllm_omni)
+        return engine.VllmOmniHandle(rollout, model, ModelConfig(**settings), devices, rollout.vllm_omni)
 
     return make
 

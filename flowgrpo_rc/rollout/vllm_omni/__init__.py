@@ -1,6 +1,6 @@
 """Rollouts in vllm-omni's own engine, in a process of its own.
 
-``engine.py`` and ``handle.py`` run in the trainer and import no vllm; ``server.py`` runs in the other process.
+``engine.py`` runs in the trainer and imports no vllm; ``server.py`` runs in the other process.
 ``plugin.py`` and ``platform.py`` let vllm-omni run on a machine without an accelerator.
 """
 

@@ -1,8 +1,12 @@
-"""The vllm_omni engine beside the actor; imports no vllm."""
+"""vllm-omni in a process of its own: the engine beside the actor, and the handle of an engine elsewhere.
+
+Imports no vllm.
+"""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
@@ -11,13 +15,17 @@ from torch import Tensor
 
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.lora import check_adapter_state, target_layers
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutRequest, Trajectories, rows_of
-from flowgrpo_rc.rollout.config import JOINED, RolloutConfig
-from flowgrpo_rc.rollout.vllm_omni.adapter import digest_rule
-from flowgrpo_rc.rollout.vllm_omni.handle import VllmOmniHandle
+from flowgrpo_rc.rollout.config import JOINED, EngineTimeouts, RolloutConfig
+from flowgrpo_rc.rollout.process import EngineProcess, check_devices, engine_environment
+from flowgrpo_rc.rollout.vllm_omni.adapter import digest_rule, expected_shapes
+from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES, check_versions
 from flowgrpo_rc.transfers import to_host
 
 T = TypeVar("T")
+# Settings of torch's allocator for the trainer. vllm's allocator that can sleep refuses expandable segments.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class VllmOmniEngine:
@@ -126,3 +134,107 @@ class VllmOmniEngine:
             # Before the call is repeated: a new process has no adapter, and would refuse to draw.
             self._handle.sync(*self._pushed)
         return call()
+
+
+class VllmOmniHandle(EngineProcess):
+    """vllm-omni with the pipeline at ``lora.path``, in a process that ``start`` starts and that ends with the trainer.
+
+    Args:
+        config: the section ``actor_rollout_ref.rollout``.
+        model: the trainer's model, for names, shapes and the way guidance is computed.
+        lora: the section ``actor_rollout_ref.model``.
+        devices: of this engine, as the trainer's process names them. vllm-omni divides each layer over several GPUs.
+        timeouts: when the process counts as lost.
+        number: distinguishes it from the other engines of a pool in messages.
+        subject: how messages about its process begin.
+
+    Raises:
+        ImportError: vllm, vllm-omni or diffusers are not of the working set.
+        ValueError: vllm-omni cannot draw this pipeline, or not without its missing parts, or gives a layer no adapter
+            that ``lora`` has one for; or a device is not there.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: DiffusionModel,
+        lora: ModelConfig,
+        devices: Sequence[str],
+        timeouts: EngineTimeouts,
+        number: int = 0,
+        subject: str = "its process",
+    ) -> None:
+        check_versions()
+        _check_pipeline(model, lora)
+        _check_devices(devices, config.vllm_omni.sleep)
+        environment = engine_environment(*devices)
+        if config.vllm_omni.sleep:
+            # Only for sleep: without it the segments serve vllm as they serve the trainer.
+            environment = {name: value for name, value in environment.items() if name not in _ALLOCATOR}
+        self.expected = expected_shapes(model, lora)
+        """Names and shapes of the adapter's tensors."""
+        super().__init__(
+            f"vllm_omni {number} ({JOINED.join(devices)})",
+            "flowgrpo_rc.rollout.vllm_omni.server:Server",
+            *(config, lora, type(model.pipe).__name__, model.batch_guidance, timeouts.start_timeout_s, len(devices)),
+            environment=environment,
+            timeouts=timeouts,
+            subject=subject,
+        )
+
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, devices: Sequence[str], number: int
+    ) -> "VllmOmniHandle":
+        """As ``EngineEntry.handle``."""
+        return cls(config, model, lora, devices, config.process, number)
+
+    def sync(self, state: Mapping[str, Tensor], version: int) -> str:
+        """As ``RolloutHandle.sync``; the digest is of vllm-omni's layers."""
+        check_adapter_state(state, self.expected)
+        return super().sync(state, version)
+
+
+def _check_pipeline(model: DiffusionModel, lora: ModelConfig) -> None:
+    """Refuse a pipeline that vllm-omni cannot draw, not without its missing parts, or not with an adapter of ``lora``.
+
+    It fails itself after minutes of loading.
+    """
+    pipeline = type(model.pipe).__name__
+    if pipeline not in PIPELINES:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name=vllm_omni draws {', '.join(PIPELINES)} only so far, got {pipeline}; "
+            "use rollout.name=diffusers"
+        )
+    # A text encoder may be missing because the trainer has not loaded it; its tokenizer is always there.
+    tokenizers = {name: part for name, part in model.pipe.components.items() if name.startswith("tokenizer")}
+    left_out = [name.replace("tokenizer", "text_encoder") for name in tokenizers if tokenizers[name] is None]
+    if left_out:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name=vllm_omni loads {', '.join(left_out)}, which this model was saved "
+            "without; use rollout.name=diffusers, or the whole model"
+        )
+    patterns = PIPELINES[pipeline].takes_no_adapter
+    layers = target_layers(model.transformer, model, lora)
+    refused = [name for name in layers if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if refused:
+        raise ValueError(
+            f"actor_rollout_ref.model.target_modules: {refused[0]} can have no adapter in vllm-omni, as can none of "
+            f"{', '.join(patterns)}; leave them out, or use actor_rollout_ref.rollout.name=diffusers"
+        )
+
+
+def _check_devices(devices: Sequence[str], sleeps: bool) -> None:
+    """Refuse devices that are not there, or on which vllm-omni cannot divide a model or sleep."""
+    check_devices(*devices)
+    named = JOINED.join(devices)
+    if len(devices) > 1 and "cpu" in devices:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.devices: got {named}; vllm-omni divides a model over GPUs alone, so name cpu "
+            "by itself"
+        )
+    if sleeps and not all(device.startswith("cuda") for device in devices):
+        raise ValueError(
+            f"actor_rollout_ref.rollout.vllm_omni.sleep: got true on {named}; vllm-omni takes the weights from an "
+            "NVIDIA GPU alone, so set it to false"
+        )

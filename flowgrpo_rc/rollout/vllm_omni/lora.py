@@ -146,23 +146,20 @@ def held_by_all(manager: Any, state: Mapping[str, Tensor]) -> tuple[int | None, 
         AdapterMismatchError: see ``held_adapter``; or they hold different adapters.
     """
     # Collected instead of raised, so that every process reaches the gather below.
-    fault = ""
-    held: tuple[int | None, str] = (None, "")
+    mine: tuple[int | None, str, str]
     try:
-        held = manager._active_adapter_id, adapter_digest(held_adapter(manager, state))
+        mine = manager._active_adapter_id, adapter_digest(held_adapter(manager, state)), ""
     except AdapterMismatchError as error:
-        fault = str(error)
-    found = [(fault, *held)]
-    if torch.distributed.is_initialized() and get_tp_group().world_size > 1:
-        group = get_tp_group()
-        found = [(fault, *held)] * group.world_size
-        torch.distributed.all_gather_object(found, (fault, *held), group=group.cpu_group)
-    first_fault = next((one[0] for one in found if one[0]), "")
-    if first_fault:
-        raise AdapterMismatchError(first_fault)
-    if any(one != found[0] for one in found):
+        mine = None, "", str(error)
+    group = get_tp_group()
+    found = [mine] * group.world_size
+    torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
+    for _, _, fault in found:
+        if fault:
+            raise AdapterMismatchError(fault)
+    if len(set(found)) > 1:
         raise AdapterMismatchError("the GPUs of one vllm-omni engine hold different adapters")
-    return held
+    return mine[:2]
 
 
 def _slices(manager: Any, module: str, layer: Any) -> list[tuple[str, list[int]]]:

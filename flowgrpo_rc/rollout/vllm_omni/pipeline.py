@@ -4,17 +4,15 @@ vllm-omni's scheduler batches compatible requests, one an image, and passes them
 guidance, transition, window and decoding must agree between engines, so they are the same code in both.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
-from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
+from torch import nn
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 
@@ -67,12 +65,18 @@ class Rollout:
     transformer: Any
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
-        with _replaced(sys.modules[super().__init__.__module__], self._stand_ins(od_config)):
+        # A name that the module lacks is an error.
+        with patch.multiple(super().__init__.__module__, **self._stand_ins(od_config)):
             super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
         encoders: list[str] = super()._encoder_modules  # type: ignore[misc]
         # Some pipelines read their text encoders together with their transformer.
         self.weights_sources = [source for source in self.weights_sources if source.subfolder not in encoders]
-        _name_fused_layers(self.transformer)
+        # Newer models declare fused layers by the first attribute, adapters read the second.
+        fused: Mapping[str, Sequence[str]] = getattr(self.transformer, "packed_modules_mapping", {})
+        if getattr(self.transformer, "stacked_params_mapping", None) is None:
+            self.transformer.stacked_params_mapping = [
+                (f".{name}", f".{part}", index) for name, parts in fused.items() for index, part in enumerate(parts)
+            ]
         if not hasattr(self.transformer, "config"):
             self.transformer.config = od_config.tf_model_config
         self.model: Any = None
@@ -119,27 +123,6 @@ class Rollout:
         return results
 
 
-@contextmanager
-def _replaced(module: Any, stand_ins: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, these names of ``module`` have other values. A missing name is an error."""
-    before = {name: getattr(module, name) for name in stand_ins}
-    vars(module).update(stand_ins)
-    try:
-        yield
-    finally:
-        vars(module).update(before)
-
-
-def _name_fused_layers(transformer: Any) -> None:
-    """Set the attribute by which vllm-omni's adapters find fused layers, on transformers without it."""
-    # Newer models declare fused layers by the first attribute, adapters read the second.
-    fused: Mapping[str, Sequence[str]] = getattr(transformer, "packed_modules_mapping", {})
-    if getattr(transformer, "stacked_params_mapping", None) is None:
-        transformer.stacked_params_mapping = [
-            (f".{name}", f".{part}", index) for name, parts in fused.items() for index, part in enumerate(parts)
-        ]
-
-
 def leave_as_they_are(od_config: OmniDiffusionConfig) -> Callable[[Any], Any]:
     """vllm-omni's pre- and post-processor, without effect."""
     # Requests contain embeddings, and ``forward`` returns finished images.
@@ -184,20 +167,3 @@ def check_plain_torch(model: nn.Module) -> None:
                 "trainer computes with; install the versions of constraints-vllm.txt, or set "
                 "actor_rollout_ref.rollout.name=diffusers"
             )
-
-
-class CpuAttention(SDPABackend):
-    """vllm-omni's attention by torch, for ``CpuOmniPlatform``."""
-
-    # Not beside the platform, which vllm-omni imports before its attention.
-
-    @staticmethod
-    def get_impl_cls() -> type[SDPAImpl]:
-        return _CpuAttention
-
-
-class _CpuAttention(SDPAImpl):
-    """As on CUDA, without a kernel of its own."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Tensor:
-        return self.forward_cuda(query, key, value, attn_metadata)

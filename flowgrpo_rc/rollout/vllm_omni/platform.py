@@ -15,27 +15,8 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
-# Kernels that vllm's activations look up but do not call on a CPU, with torch's declarations.
-_UNCALLED = {"silu_and_mul": "silu_and_mul(Tensor! out, Tensor input) -> ()"}
 # Kept alive, because torch drops the declarations of a deleted library.
 _DECLARATIONS = torch.library.Library("_C", "FRAGMENT")
-
-
-def keep_plain_torch() -> None:
-    """Make every unquantised layer that vllm loads from now on multiply by ``torch.nn.functional.linear``."""
-    from vllm.model_executor.layers import utils
-
-    # Replaced in the module, since layers look it up there after each loading.
-    utils.dispatch_cpu_unquantized_gemm = _use_torch
-    for name, declaration in _UNCALLED.items():
-        # Without a kernel: a call would be an error of torch's.
-        if not hasattr(torch.ops._C, name):
-            _DECLARATIONS.define(declaration)
-
-
-def _use_torch(layer: Any, remove_weight: bool) -> None:
-    """Replaces vllm's choice. ``remove_weight`` is ignored: it is for packed weights."""
-    layer.cpu_linear = torch.nn.functional.linear
 
 
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
@@ -45,12 +26,8 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     _omni_enum = OmniPlatformEnum.OOT
 
     @classmethod
-    def get_default_stage_config_path(cls) -> str:
-        return "vllm_omni/deploy"
-
-    @classmethod
     def get_diffusion_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
-        return "flowgrpo_rc.rollout.vllm_omni.pipeline.CpuAttention"
+        return "vllm_omni.diffusion.attention.backends.sdpa.SDPABackend"
 
     @classmethod
     def supports_torch_inductor(cls) -> bool:
@@ -65,13 +42,19 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
         return 1
 
     @classmethod
-    def get_device_version(cls) -> str | None:
-        return None
-
-    @classmethod
     def set_device(cls, device: Any) -> None:
         """Settle the kernels: a worker calls this before it loads a model."""
-        keep_plain_torch()
+        # Only now: vllm-omni imports this module before its attention.
+        from vllm.model_executor.layers import utils
+        from vllm_omni.diffusion.attention.backends.sdpa import SDPAImpl
+
+        # On a platform from a plugin, attention by torch has no implementation.
+        SDPAImpl.forward = SDPAImpl.forward_cuda
+        # Replaced in the module, since layers look it up there after each loading.
+        utils.dispatch_cpu_unquantized_gemm = _use_torch
+        # vllm's activations look this kernel up, and do not call it on a CPU.
+        if not hasattr(torch.ops._C, "silu_and_mul"):
+            _DECLARATIONS.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
 
     @classmethod
     def synchronize(cls) -> None:
@@ -94,18 +77,14 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
         return 0
 
     @classmethod
-    def get_current_memory_usage(cls, device: Any = None) -> float:
-        return float(psutil.Process().memory_info().rss)
-
-    @classmethod
     def get_free_memory(cls, device: Any = None) -> int:
         return psutil.virtual_memory().available
 
     @classmethod
-    def get_device_memory(cls, device: Any = None) -> tuple[int, int]:
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
-
-    @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
         return psutil.virtual_memory().total
+
+
+def _use_torch(layer: Any, remove_weight: bool) -> None:
+    """Replaces vllm's choice. ``remove_weight`` is ignored: it is for packed weights."""
+    layer.cpu_linear = torch.nn.functional.linear

@@ -130,8 +130,7 @@ class Server:
 
     async def _sleep(self) -> None:
         """Move the weights to the host's memory, if the engine sleeps."""
-        # A second sleep would be an error in vllm-omni.
-        if not self._sleeps or self._asleep:
+        if not self._sleeps:
             return
         before = _bytes_in_use()
         # From level 2, vllm-omni's default, it does not wake.
