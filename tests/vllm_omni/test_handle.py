@@ -8,19 +8,16 @@ import torch
 
 pytest.importorskip("vllm")
 
-from engine_pair import TIMEOUTS, adapter_like, request_for
+from engine_pair import TIMEOUTS, random_adapter, request_for
 from tests_support import alive, descendants, wait_until
 from torch.testing import assert_close
 
-from flowgrpo_rc.models import ModelConfig, load_model
-from flowgrpo_rc.models.lora import adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, EngineLostError, RolloutConfig, RolloutPool
+from flowgrpo_rc.rollout import EngineLostError, RolloutConfig, RolloutPool
 from flowgrpo_rc.rollout.base import RolloutHandle
 from flowgrpo_rc.rollout.build import digest_rule
 from flowgrpo_rc.rollout.config import ALONE, ProcessConfig
 from flowgrpo_rc.rollout.process import ProcessHandle, process_handles
 
-LORA = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=6)
 ROLLOUT = RolloutConfig(
     name="vllm_omni",
     dtype="float32",
@@ -32,19 +29,14 @@ ROLLOUT = RolloutConfig(
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module")
-def model():
-    torch.set_num_threads(1)
-    return load_model(LORA.path)
-
-
-@pytest.fixture(scope="module")
-def engine(model):
-    """The diffusers engine with a random adapter, which is returned too."""
-    engine = DiffusersEngine(model, LORA, dtype=torch.float32, micro_batch_size=4, device="cpu")
-    state = adapter_like(adapter_state(engine.transformer, engine.adapter), 3)
-    engine.sync(state, 1)
-    return engine, state
+@pytest.fixture
+def case(qwen_image_pair):
+    """Model section, adapter and its digest, a request, and what the diffusers engine draws for it."""
+    pair = qwen_image_pair
+    state = random_adapter(pair, 3)
+    pair.diffusers.sync(state, 1)
+    request = request_for(pair.model)
+    return pair.lora, state, digest_rule(ROLLOUT, pair.lora)(state), request, pair.diffusers.generate(request)
 
 
 def assert_same_images(one, other):
@@ -53,18 +45,15 @@ def assert_same_images(one, other):
     assert one.echo.seeds == other.echo.seeds
 
 
-def test_a_pool_of_one_loses_it_and_has_it_again(model, engine):
+def test_a_pool_of_one_loses_it_and_has_it_again(qwen_image_pair, case):
     """A handle never starts anew by itself: the pool does, and gives it the adapter again."""
-    beside, state = engine
-    rule = digest_rule(ROLLOUT, LORA)
-    (handle,) = process_handles(ROLLOUT, LORA, "cpu", ALONE, model)
+    lora, state, digest, request, expected = case
+    (handle,) = process_handles(ROLLOUT, lora, "cpu", ALONE, qwen_image_pair.model)
     assert isinstance(handle, RolloutHandle)
     assert handle.name == "vllm_omni 0 (cpu)"
-    pool = RolloutPool([handle], digest_of=rule, dtype=torch.float32, micro_batch_size=4)
+    pool = RolloutPool([handle], digest_of=digest_rule(ROLLOUT, lora), dtype=torch.float32, micro_batch_size=4)
     try:
-        assert pool.sync(state, 1) == rule(state)
-        request = request_for(model)
-        expected = beside.generate(request)
+        assert pool.sync(state, 1) == digest
         assert_same_images(pool.generate(request), expected)
         first = handle.pid
         os.kill(first, signal.SIGKILL)
@@ -76,15 +65,14 @@ def test_a_pool_of_one_loses_it_and_has_it_again(model, engine):
     assert not alive(handle.pid)
 
 
-def test_an_engine_alone_has_vllm_omni_below_it_and_takes_it_along(model, engine):
+def test_an_engine_alone_has_vllm_omni_below_it_and_takes_it_along(case):
     """As an actor on another machine runs it: no weights of its own, the same digest, no orphan when it is killed."""
-    beside, state = engine
-    handle = ProcessHandle(ROLLOUT, LORA, "cpu")
+    lora, state, digest, request, expected = case
+    handle = ProcessHandle(ROLLOUT, lora, "cpu")
     try:
         handle.start()
-        assert handle.sync(state, 1) == digest_rule(ROLLOUT, LORA)(state)
-        request = request_for(model)
-        assert_same_images(handle.generate(request), beside.generate(request))
+        assert handle.sync(state, 1) == digest
+        assert_same_images(handle.generate(request), expected)
         below = descendants(handle.pid)
         assert below
         os.kill(handle.pid, signal.SIGKILL)

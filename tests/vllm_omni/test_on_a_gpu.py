@@ -1,6 +1,5 @@
 """What only a GPU can show: the gap between vllm-omni's kernels and the trainer's, and that it is rounding."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 pytest.importorskip("vllm")
 
 from engine_pair import TIMEOUTS, adapter_like, request_for
-from tests_support import wait_until
+from tests_support import alive, descendants, wait_until
 from torch.testing import assert_close
 
 from flowgrpo_rc.models import ModelConfig, load_model
@@ -78,15 +77,6 @@ def test_an_engine_that_sleeps_gives_its_memory_back_and_draws_the_same(monkeypa
         engine.close()
 
 
-def group_exists(number):
-    """Whether a process of this group is left."""
-    try:
-        os.killpg(number, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_one_engine_on_two_gpus_draws_what_one_does():
     """Its adapter is read back whole from both, and its processes end with it."""
@@ -103,7 +93,8 @@ def test_one_engine_on_two_gpus_draws_what_one_does():
             handle.start()
             assert handle.sync(state, 1) == digest_rule(rollout, LORA)(state)
             drawn.append(handle.generate(request))
+            processes = [handle.pid, *descendants(handle.pid)]
         finally:
             handle.close()
-        wait_until(lambda pid=handle.pid: not group_exists(pid))
+        wait_until(lambda ended=processes: not any(map(alive, ended)))
     assert_close(drawn[0].batch["next_latents"], drawn[1].batch["next_latents"], atol=1e-3, rtol=0)

@@ -25,12 +25,6 @@ pytestmark = pytest.mark.process
 RANK, ALPHA = 4, 6
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.parametrize("name", ["qwen_image", "flux_dev"])
 def test_two_processes_hold_and_draw_what_one_does(tmp_path, monkeypatch, name):
     """With ``lora_alpha / lora_rank`` = 1.5, and every linear layer that vllm-omni gives an adapter by default."""
@@ -47,16 +41,11 @@ def test_two_processes_hold_and_draw_what_one_does(tmp_path, monkeypatch, name):
     cfg, guidance = (1.0, None) if family is None else family.guidances[0]
     request = request_for(model, family, cfg=cfg, guidance=guidance)
     expected = engine.generate(request)
-    asked = {
-        "model": path,
-        "pipeline": type(model.pipe).__name__,
-        "state": state,
-        "alpha": ALPHA,
-        "request": request,
-    }
+    asked = {"model": path, "pipeline": type(model.pipe).__name__, "state": state, "alpha": ALPHA, "request": request}
     torch.save(asked, tmp_path / "asked.pt")
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")  # as in the environment that engines get
-    port = free_port()
+    with socket.create_server(("localhost", 0)) as probe:
+        port = probe.getsockname()[1]
     script = Path(__file__).parent / "tensor_parallel_worker.py"
     run_side_by_side(*([sys.executable, script, rank, port, tmp_path] for rank in (0, 1)))
     held = [torch.load(tmp_path / f"held_{rank}.pt", weights_only=False) for rank in (0, 1)]

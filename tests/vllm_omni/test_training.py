@@ -1,6 +1,5 @@
 """Training with rollouts in the real vllm-omni: the same run as with the ``diffusers`` engine."""
 
-import json
 import os
 import signal
 import sys
@@ -9,22 +8,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests_support import overrides_of, run_process
+from tests_support import overrides_of, rows_of, run_process
 from tiny_families import TINY, run_overrides
 from tolerances import LOG_PROB, LOG_RATIO, adam, of_metric
 
-from flowgrpo_rc.run_folder import TIMING_PREFIXES
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.process
 
 VLLM_OMNI = "actor_rollout_ref.rollout.name=vllm_omni"
 SETTINGS = ("actor_rollout_ref.rollout.dtype=float32", "trainer.total_training_steps=3")
-
-
-def rows_of(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(x).items() if not k.startswith(TIMING_PREFIXES)} for x in lines]
 
 
 def trained(config):
