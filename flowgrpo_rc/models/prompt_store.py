@@ -225,10 +225,12 @@ class PromptStore:
         try:
             # It checks that the header can be read and that the file has the length in the header.
             file: Any = safe_open(path, "pt")
-            found = dict(json.loads((file.metadata() or {})[_ENCODER]))
+            found = json.loads((file.metadata() or {})[_ENCODER])
+            if not isinstance(found, dict):
+                raise ValueError(f"its {_ENCODER} is no object")
         except FileNotFoundError:  # renamed in between
             return
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
             self._damaged[path] = one_line(error, 120)
             return
         differ = sorted(k for k in {*found, *self._encoder} if found.get(k) != self._encoder.get(k))

@@ -85,69 +85,35 @@ def refuses(path: Path | list[Path], message: str, **options: Any) -> None:
         load_prompts(path, **options)
 
 
-def test_no_file() -> None:
+def test_files_without_prompts(tmp_path: Path) -> None:
     refuses([], r"no prompt file given")
-
-
-def test_missing_file(tmp_path: Path) -> None:
     refuses(tmp_path / "gone.txt", r"gone\.txt does not exist or is not a file")
-
-
-def test_unknown_suffix(tmp_path: Path) -> None:
     refuses(write_lines(tmp_path / "a.csv", "x"), r"a\.csv: unknown format '\.csv'; .* \.txt, \.jsonl, \.parquet")
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_empty_text_file(tmp_path: Path, name: str) -> None:
-    refuses(write_lines(tmp_path / name, "", "  "), rf"{name} holds no prompts")
-
-
-def test_empty_parquet(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
-    refuses(path, r"a\.parquet holds no prompts")
-
-
-def test_an_empty_file_among_others(tmp_path: Path) -> None:
     good = write_lines(tmp_path / "good.txt", "x")
-    refuses([good, write_lines(tmp_path / "bad.txt", "")], r"bad\.txt holds no prompts")
-
-
-def test_not_parquet(tmp_path: Path) -> None:
-    refuses(write_lines(tmp_path / "a.parquet", "this is text"), r"a\.parquet is not a parquet file")
-
-
-def test_missing_column_lists_the_columns(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "x"}, {"text": "y", "id": 1})
-    refuses(path, r"a\.jsonl:2 has no column 'prompt'; it has text, id\. Set data\.prompt_key")
+    for name in ("a.txt", "a.jsonl"):
+        refuses([good, write_lines(tmp_path / name, "", "  ")], rf"{name} holds no prompts")
+    empty = pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(empty, tmp_path / "a.parquet")
+    refuses(tmp_path / "a.parquet", r"a\.parquet holds no prompts")
     path = write_parquet(tmp_path / "a.parquet", [{"text": "y", "id": 1}])
     refuses(path, r"a\.parquet has no column 'prompt'; it has text, id\.")
 
 
-@pytest.mark.parametrize(("value", "kind"), [(3, "int"), (None, "NoneType"), ({"role": "user"}, "dict")])
-def test_prompt_that_is_no_text(tmp_path: Path, value: Any, kind: str) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "x"}, {"prompt": value})
-    refuses(path, rf"a\.jsonl:2: 'prompt' is a {kind}; it must be a string or a list of chat messages")
-
-
 @pytest.mark.parametrize(
-    "chat",
-    [[], ["x"], [{"role": "system", "content": "x"}], [{"role": "user", "content": [{"type": "text"}]}]],
+    ("row", "message"),
+    [
+        ({"text": "y", "id": 1}, r" has no column 'prompt'; it has text, id\. Set data\.prompt_key"),
+        ({"prompt": 3}, ": 'prompt' is a int; it must be a string or a list of chat messages"),
+        ({"prompt": {"role": "user"}}, ": 'prompt' is a dict"),
+        ({"prompt": []}, ": 'prompt' is a list without a user's text"),
+        ({"prompt": [{"role": "system", "content": "x"}]}, ": 'prompt' is a list without a user's text"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, ": 'prompt' is a list without a user's text"),
+        ({"prompt": " "}, ": 'prompt' is blank"),
+        ({"prompt": "x", "negative_prompt": 3}, ": 'negative_prompt' is a int"),
+    ],
 )
-def test_chat_without_user_text(tmp_path: Path, chat: list[Any]) -> None:
-    refuses(
-        write_jsonl(tmp_path / "a.jsonl", {"prompt": chat}),
-        r"a\.jsonl:1: 'prompt' is a list without a user's text",
-    )
-
-
-def test_blank_prompt(tmp_path: Path) -> None:
-    refuses(write_jsonl(tmp_path / "a.jsonl", {"prompt": " "}), r"a\.jsonl:1: 'prompt' is blank")
-
-
-def test_bad_negative_prompt(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "x", "negative_prompt": 3})
-    refuses(path, r"a\.jsonl:1: 'negative_prompt' is a int")
+def test_rows_without_a_prompt(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    refuses(write_jsonl(tmp_path / "a.jsonl", {"prompt": "x"}, row), rf"a\.jsonl:2{message}")
 
 
 def test_a_line_in_the_table_makes_a_format(tmp_path, monkeypatch):

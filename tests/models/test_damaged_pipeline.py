@@ -242,6 +242,23 @@ def test_every_tokenizer_of_sd3_is_tried(sd3_folder):
     refused(load_model, sd3_folder, "(tokenizer_3 has a vocabulary of")
 
 
+def test_a_tokenizer_with_more_tokens_than_the_text_encoder_embeds(sd3_folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(sd3_folder / "tokenizer_3")
+    known = len(tokenizer)
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(sd3_folder / "tokenizer_3")
+    refused(load_model, sd3_folder, f"tokenizer_3 has {known + 1} tokens, text_encoder_3 embeds {known}")
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_a_vae_with_a_scale_that_is_not_finite(sd3_folder, value):
+    """An infinite one would silently make one image of all latents."""
+    damage.edit_json(sd3_folder / "vae" / "config.json", lambda config: config.update(scaling_factor=float(value)))
+    refused(check_pipeline, sd3_folder, f"vae/config.json: scaling_factor is {value}")
+
+
 def test_a_text_encoder_of_another_width(sd3_folder):
     damage.edit_json(sd3_folder / "transformer" / "config.json", lambda c: c.update(pooled_projection_dim=48))
     refused(

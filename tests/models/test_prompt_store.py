@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import damage
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests_support import overrides_of
 
 from flowgrpo_rc.cli.main import main
@@ -110,16 +110,18 @@ def test_a_store_of_another_text_encoder_is_refused(tmp_path):
     assert "(text_encoder 0123 there and 4567 here); name another folder" in str(caught.value)
 
 
-@pytest.mark.parametrize("place", ["header", "end", "values", "metadata"])
+@pytest.mark.parametrize("place", ["header", "end", "values", "metadata", "encoder"])
 def test_damage_is_found_and_set_aside(tmp_path, place):
     store = filled(tmp_path, rows(2), rows(2, first=2))
     file = next(path for path in store._files if len(load_file(path)) == 4)
+    if place == "encoder":
+        save_file(load_file(file), file, {"encoder": "[]"})
     content = bytearray(file.read_bytes())
     if place == "end":
         content = content[:-1]
     elif place == "metadata":
         content = bytearray(bytes(content).replace(b"__metadata__", b"__metadatb__"))
-    else:
+    elif place != "encoder":
         content[2 if place == "header" else -1] ^= 1
     file.write_bytes(bytes(content))
     again = PromptStore(tmp_path, ENCODER)

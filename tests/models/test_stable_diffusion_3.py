@@ -1,14 +1,12 @@
 """What the Stable Diffusion 3 adapter has besides what ``test_families.py`` asks of every family."""
 
-import shutil
-
 import pytest
 import torch
 from tiny_families import stable_diffusion_3 as tiny_sd3
 from tolerances import EMBEDDING
 from torch.testing import assert_close
 
-from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, UnsupportedModelError, load_model
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
 from flowgrpo_rc.models.lora import adapter_state, attach_lora
 from flowgrpo_rc.models.stable_diffusion_3 import StableDiffusion3
 from flowgrpo_rc.rollout.seeds import seed_for
@@ -55,12 +53,6 @@ def test_everything_is_frozen_and_in_evaluation_mode(tiny_sd3_model):
         assert not any(p.requires_grad for p in part.parameters())
 
 
-def test_without_t5_it_loads_too(tmp_path):
-    model = load_model(tiny_sd3.save(tmp_path, t5=False))
-    assert model.pipe.text_encoder_3 is None
-    assert len(PromptEncoder(model, TOKENS)(PROMPTS[:2]).embeds) == 2
-
-
 def test_default_targets_are_the_joint_attention(tiny_sd3_model):
     """The last block has no text to go on with, so no ``to_add_out``; the second attention is left alone."""
     attach_lora(tiny_sd3_model.transformer, tiny_sd3_model, LORA, dtype=torch.float32)
@@ -82,12 +74,3 @@ def test_compiled_blocks_give_the_same_velocity(tiny_sd3_model):
         expected = tiny_sd3_model.velocity(*arguments)
         tiny_sd3_model.transformer.compile_repeated_blocks(backend="eager")
         assert_close(tiny_sd3_model.velocity(*arguments), expected)
-
-
-@pytest.mark.parametrize("missing", ["text_encoder_3", "tokenizer_2", "vae", "transformer", "scheduler"])
-def test_an_incomplete_download_is_one_line(tiny_sd3_path, tmp_path, missing):
-    folder = shutil.copytree(tiny_sd3_path, tmp_path / "model")
-    shutil.rmtree(folder / missing)
-    says = rf"model cannot be loaded; is the download complete\? \(it holds no {missing}\)"
-    with pytest.raises(UnsupportedModelError, match=says):
-        load_model(str(folder))
