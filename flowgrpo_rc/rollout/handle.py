@@ -1,7 +1,7 @@
 """An engine elsewhere as a ``RolloutHandle``: started again after a loss, called and closed from any thread."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,13 +18,11 @@ class EngineHandle:
     Args:
         name: as ``RolloutHandle.name``.
         timeouts: when the engine counts as lost.
-        explain: adds to an error of the engine what is known about it.
     """
 
-    def __init__(self, name: str, timeouts: EngineTimeouts, explain: Callable[[str], str] = str) -> None:
+    def __init__(self, name: str, timeouts: EngineTimeouts) -> None:
         self.name = name
         self._timeouts = timeouts
-        self._explain = explain
         self._engine: Any = None
         # Held during a call.
         self._in_use = threading.Lock()
@@ -90,7 +88,7 @@ class EngineHandle:
             except RemoteError as error:
                 # By name, since classes of the other process are not sent.
                 kind = AdapterMismatchError if error.kind == AdapterMismatchError.__name__ else RolloutError
-                raise kind(self._explain(str(error))) from None
+                raise kind(str(error)) from None
 
     def close(self) -> None:
         """Let the engine end, and end it; in the midst of a call end it at once. Harmless when it is gone."""

@@ -1,7 +1,7 @@
 """Engines in processes of their own on this machine: ``placement=process``."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -30,7 +30,6 @@ class EngineProcess(EngineHandle):
         environment: all variables of the process.
         timeouts: when it counts as lost.
         subject: how messages about a loss begin.
-        explain: adds to an error of the process what is known about it.
     """
 
     def __init__(
@@ -41,9 +40,8 @@ class EngineProcess(EngineHandle):
         environment: Mapping[str, str],
         timeouts: EngineTimeouts,
         subject: str = "its process",
-        explain: Callable[[str], str] = str,
     ) -> None:
-        super().__init__(name, timeouts, explain)
+        super().__init__(name, timeouts)
         self._target = (make, *arguments)
         self._environment = environment
         self._subject = subject
@@ -57,7 +55,7 @@ class EngineProcess(EngineHandle):
             return f"{self._subject} {self.pid} was closed"
         assert isinstance(self._engine, RemoteObject)
         # Saved for a loss only: the end after a close is expected.
-        log = self._engine.save_output("rollout_engine_", self._explain)
+        log = self._engine.save_output("rollout_engine_")
         return f"{self._subject} {self.pid} {error}; {log}"
 
 

@@ -19,15 +19,12 @@ from flowgrpo_rc.rollout.seeds import seed_for
 from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
 from flowgrpo_rc.rollout.vllm_omni.adapter import expected_shapes
 
-FAMILIES: dict[str, TinyFamily | None] = {
-    "qwen_image": None,
-    **{
-        name: TINY[name]
-        for name in (
-            *("stable_diffusion_3", "flux_dev", "flux_kontext", "flux2_klein_references", "flux2_dev", "z_image"),
-            *("qwen_image_edit", "qwen_image_edit_plus_2511", "wan", "wan_ti2v"),
-        )
-    },
+FAMILIES: dict[str, TinyFamily | None] = {"qwen_image": None} | {
+    name: TINY[name]
+    for name in (
+        *("stable_diffusion_3", "flux_dev", "flux_kontext", "flux2_klein_references", "flux2_dev", "z_image"),
+        *("qwen_image_edit", "qwen_image_edit_plus_2511", "wan", "wan_ti2v"),
+    )
 }
 """The models that vllm-omni draws; ``None`` is the shipped one."""
 STARTS = torch.tensor([0, 0, 2, 2, 1, 1])
@@ -76,12 +73,14 @@ def adapter_like(state, seed, scale=0.3):
     return {name: scale * torch.randn(t.shape, generator=generator) for name, t in state.items()}
 
 
+def random_adapter(pair, seed=0):
+    """The adapter as it is after some training."""
+    return adapter_like(adapter_state(pair.diffusers.transformer, pair.diffusers.adapter), seed)
+
+
 def zero_adapter(pair):
     """The adapter as a run begins: B is 0."""
-    return {
-        n: t * (".lora_A" in n)
-        for n, t in adapter_like(adapter_state(pair.diffusers.transformer, pair.diffusers.adapter), 1).items()
-    }
+    return {name: tensor * (".lora_A" in name) for name, tensor in random_adapter(pair, 1).items()}
 
 
 def request_for(model, family=None, *, steps=5, cfg=1.0, guidance=None, sde_type="sde", window=2, seed=0):
@@ -115,11 +114,6 @@ def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, al
     vllm = VllmOmniEngine(rollout, model, lora, "cpu")
     diffusers = DiffusersEngine(model, lora, dtype=dtype, micro_batch_size=4, device="cpu")
     return Pair(model, lora, vllm, diffusers, family)
-
-
-def random_adapter(pair, seed=0):
-    """The adapter as it is after some training."""
-    return adapter_like(adapter_state(pair.diffusers.transformer, pair.diffusers.adapter), seed)
 
 
 def with_amx():
