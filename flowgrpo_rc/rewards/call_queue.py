@@ -59,13 +59,9 @@ class CallQueue:
                     return
                 *_, future, call = heapq.heappop(self._waiting)
             if future.set_running_or_notify_cancel():
-                _complete(future, call)
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # raised in the thread that waits for the result
+                    future.set_exception(error)
             # The last images would otherwise stay in memory until the next call.
             del future, call
-
-
-def _complete(future: Future[Any], call: Callable[[], Any]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:  # raised in the thread that waits for the result
-        future.set_exception(error)

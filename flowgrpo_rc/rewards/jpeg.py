@@ -30,16 +30,14 @@ def jpeg_compressibility(
     Returns:
         (N,) float32, negative, larger is better compressible; and ``{"jpeg_kilobytes": unscaled sizes}``.
     """
-    kilobytes = np.asarray([_jpeg_bytes(image) / 1000.0 for image in images], dtype=np.float64)
+    kilobytes = np.zeros(len(images))
+    for index, image in enumerate(images):
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, format="JPEG", quality=QUALITY)
+        kilobytes[index] = buffer.tell() / 1000.0
     area = REFERENCE_PIXELS / (images.shape[1] * images.shape[2])
     scores = -kilobytes * area / KILOBYTES_PER_UNIT
     return scores.astype(np.float32), {"jpeg_kilobytes": kilobytes.tolist()}
-
-
-def _jpeg_bytes(image: np.ndarray) -> int:
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format="JPEG", quality=QUALITY)
-    return buffer.tell()
 
 
 # An image's size does not depend on the others.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -155,16 +156,10 @@ class Check:
 
 
 def memory() -> dict[str, float]:
-    """Peak memory so far in bytes: of this process, except on Windows, and of each GPU that torch has used."""
-    found: dict[str, float] = {}
-    try:
-        import resource
-
-        # The system counts kilobytes, macOS bytes.
-        unit = 1 if sys.platform == "darwin" else 1024
-        found["the process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    except ImportError:  # Windows
-        pass
+    """Peak memory so far in bytes: of this process, and of each GPU that torch has used."""
+    # The system counts kilobytes, macOS bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    found: dict[str, float] = {"the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,25 +40,19 @@ def numbers() -> list[Picture]:
 
 def scenes() -> list[Picture]:
     """Four things that object detectors and CLIP models know, as plain drawings."""
-    drawings: dict[str, Callable[[ImageDraw.ImageDraw], None]] = {
-        "stop sign": _stop_sign,
-        "traffic light": _traffic_light,
-        "clock": _clock,
-        "umbrella": _umbrella,
-    }
-    return [_scene(f"a picture of {_article(name)} {name}", name, None, draw) for name, draw in drawings.items()]
+    return [
+        _scene("a picture of a stop sign", "stop sign", None, _stop_sign),
+        _scene("a picture of a traffic light", "traffic light", None, _traffic_light),
+        _scene("a picture of a clock", "clock", None, _clock),
+        _scene("a picture of an umbrella", "umbrella", None, _umbrella),
+    ]
 
 
 def colours() -> list[Picture]:
     """A red and a blue umbrella, which swap their prompts where red and blue are swapped."""
     shades = {"red": (214, 30, 30), "blue": (30, 60, 214)}
     return [
-        _scene(
-            f"a picture of a {colour} umbrella",
-            "umbrella",
-            colour,
-            lambda canvas, shade=shade: _umbrella(canvas, shade),
-        )
+        _scene(f"a picture of a {colour} umbrella", "umbrella", colour, partial(_umbrella, shade=shade))
         for colour, shade in shades.items()
     ]
 
@@ -102,10 +97,6 @@ def _row(truth: str, name: str, colour: str | None) -> dict[str, Any]:
         required = {"class": name, "count": 1} if colour is None else {"class": name, "count": 1, "color": colour}
         row |= {"tag": "single_object" if colour is None else "colors", "include": [required]}
     return row
-
-
-def _article(name: str) -> str:
-    return "an" if name[0] in "aeiou" else "a"
 
 
 def _stop_sign(canvas: ImageDraw.ImageDraw) -> None:

@@ -17,12 +17,6 @@ from flowgrpo_rc.rewards.judge.config import JudgeConfig, JudgeQuestion
 from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer
 from flowgrpo_rc.rewards.remote import images
 
-JPEG_QUALITY = 95
-TOP_LOGPROBS = 20
-"""Number of the likeliest first tokens in an answer; servers give no more by default."""
-REPEATED = 2000
-"""Most characters of an unreadable answer in the second request."""
-
 
 def encode(image: np.ndarray, config: JudgeConfig) -> bytes:
     """An image (H, W, 3) uint8 as a file of the configured size and format."""
@@ -31,7 +25,7 @@ def encode(image: np.ndarray, config: JudgeConfig) -> bytes:
         factor = config.image_size / max(picture.size)
         width, height = (max(1, round(side * factor)) for side in picture.size)
         image = np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
-    return images.encode(image, config.image_format, JPEG_QUALITY)
+    return images.encode(image, config.image_format, quality=95)
 
 
 def body(
@@ -44,7 +38,7 @@ def body(
     messages: list[dict[str, Any]] = [{"role": "user", "content": [*content, {"type": "text", "text": words}]}]
     # The judge sees its own answer: a bare repetition would give the same one at temperature 0.
     if unreadable is not None:
-        messages.append({"role": "assistant", "content": unreadable[:REPEATED]})
+        messages.append({"role": "assistant", "content": unreadable[:2000]})
         messages.append({"role": "user", "content": PARSERS[question.parser].again})
     one_token = question.parser == "yes_no"
     # A probability needs no second token, and one token is the fastest answer.
@@ -54,7 +48,8 @@ def body(
     if config.seed is not None:
         request["seed"] = config.seed
     if one_token:
-        request |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
+        # Servers give no more by default.
+        request |= {"logprobs": True, "top_logprobs": 20}
     return json.dumps({**request, **config.extra_body, "messages": messages}).encode()
 
 

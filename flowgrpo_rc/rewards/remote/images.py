@@ -36,7 +36,8 @@ def decode(files: Sequence[bytes]) -> np.ndarray:
     images = [_open(index, data) for index, data in enumerate(files)]
     sizes = {image.size for image in images}
     if len(sizes) > 1:
-        raise ValueError(f"the images differ in size ({_in_words(sizes)}); give those of one size in one request")
+        found = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:4])
+        raise ValueError(f"the images differ in size ({found}); give those of one size in one request")
     # Known from the headers, before anything is decoded.
     width, height = images[0].size
     if len(images) * width * height > MOST_PIXELS:
@@ -66,7 +67,3 @@ def _pixels(index: int, image: Image.Image) -> np.ndarray:
         return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(f"image {index} is damaged ({error})") from error
-
-
-def _in_words(sizes: set[tuple[int, int]]) -> str:
-    return ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:4])

@@ -71,8 +71,8 @@ class JsonProtocol:
     image_format = "png"
 
     def write_request(self, request: Request) -> bytes:
-        images = [_to_base64(data) for data in request.files]
-        rows = [_with_files(row, lambda data: {"base64": _to_base64(data)}) for row in request.metadata]
+        images = [base64.b64encode(data).decode() for data in request.files]
+        rows = [_with_files(row, lambda data: {"base64": base64.b64encode(data).decode()}) for row in request.metadata]
         return self._write({"images": images, "prompts": request.prompts, "metadata": rows})
 
     def read_request(self, body: bytes) -> Request:
@@ -194,10 +194,6 @@ def _list(content: Mapping[str, Any], key: str) -> list[Any]:
         found = ", ".join(map(brief_repr, list(content)[:9])) or "no key"
         raise ProtocolError(f"there is no list under {key!r}; there is {found}")
     return content[key]
-
-
-def _to_base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 def _from_base64(name: str, text: Any) -> bytes:
