@@ -68,8 +68,7 @@ class NewestValues:
 
     def _spread(self, name: str, at: Callable[[float], float]) -> dict[str, float]:
         """Mean, least and largest of ``at`` over the timesteps seen so far."""
-        values = [at(timestep) for timestep in self._values]
-        if not values:
+        if not (values := [at(timestep) for timestep in self._values]):
             return {}
         return {f"{name}_mean": fmean(values), f"{name}_min": min(values), f"{name}_max": max(values)}
 
@@ -156,16 +155,14 @@ class RejectionBands(NewestValues):
             RuntimeError: nothing has been observed yet.
         """
         low, high = (float(row_statistic(torch.full((1, self._window), h), self._criterion)) for h in self._limits)
-        return min(max(self._share_quantile(timestep), low), high)
-
-    def _share_quantile(self, timestep: float) -> float:
-        """The statistic that the target share of the images exceeds."""
         if len(self._values.get(timestep, ())) >= 2 / self._share:
-            return self._quantile(timestep, 1 - self._share)
-        # Ratio of the target share's quantile to the known one, if the gap is normal.
-        beyond = normal_quantile(1 - self._share) / normal_quantile(GAP_QUANTILE)
-        power = 1 if self._criterion.statistic == "k1" else 2  # k2 and k3 grow with the square of the log ratio
-        return self._quantile(timestep, GAP_QUANTILE) * beyond**power
+            exceeded = self._quantile(timestep, 1 - self._share)
+        else:
+            # Ratio of the target share's quantile to the known one, if the gap is normal.
+            beyond = normal_quantile(1 - self._share) / normal_quantile(GAP_QUANTILE)
+            power = 1 if self._criterion.statistic == "k1" else 2  # k2 and k3 grow with the square of the log ratio
+            exceeded = self._quantile(timestep, GAP_QUANTILE) * beyond**power
+        return min(max(exceeded, low), high)
 
     def bounds(self, timesteps: Float[Tensor, "B W"]) -> Float[Tensor, " B"]:
         """The bound of every image of a batch."""

@@ -84,12 +84,9 @@ class Guard:
         elif self.fallen_back:
             self._consider_return(metrics, readings, step)
         causes = {*alarms, *(self._causes if self.fallen_back else ())}
-        found = {
-            "guard/alarms": float(len(alarms)),
-            **{f"guard/alarm_{figure}": float(figure in causes) for figure in LIMITS},
-            "guard/fallback": float(self.fallen_back),
-        }
-        return GuardOutcome(self.mode, found)
+        found = {f"guard/alarm_{figure}": float(figure in causes) for figure in LIMITS}
+        counts = {"guard/alarms": float(len(alarms)), "guard/fallback": float(self.fallen_back)}
+        return GuardOutcome(self.mode, counts | found)
 
     def _readings(self, metrics: dict[str, float]) -> dict[str, float]:
         """The figures to watch in the present mode."""
@@ -105,23 +102,19 @@ class Guard:
         return found
 
     def _diagnosis(self, causes: list[str], readings: dict[str, float], step: int) -> str:
-        parts = [
-            f"{self._in_words(figure, readings[figure])}. "
-            f"{remedy(figure, self._configured, fallen_back=self.fallen_back)}"
-            for figure in causes
-        ]
+        parts = []
+        for figure in causes:
+            value, limit = readings[figure], self._limits[figure]
+            what = {
+                CLIP: f"{value:.0%} of the samples lay outside the {self._configured.objective.limit.name} before "
+                f"anything was learned (limit {limit:.0%}), so the engine's error has a say in what is learned",
+                REJECTED: f"{value:.0%} of the samples were rejected (limit {limit:.0%})",
+                ZEROED: f"{value:.0%} of the importance weights were 0 (limit {limit:.0%})",
+                ENGINE_GAP: f"engine and actor differ by {value:.2g} in mean |log ratio| per latent dimension with "
+                f"equal weights (limit {limit:g}), so the engine computes something else",
+            }[figure]
+            parts.append(f"{what}. {remedy(figure, self._configured, fallen_back=self.fallen_back)}")
         return f"step {step}: for {self._correction.guard_patience} updates in a row, {'; '.join(parts)}"
-
-    def _in_words(self, figure: str, value: float) -> str:
-        limit = self._limits[figure]
-        return {
-            CLIP: f"{value:.0%} of the samples lay outside the {self._configured.objective.limit.name} before anything "
-            f"was learned (limit {limit:.0%}), so the engine's error has a say in what is learned",
-            REJECTED: f"{value:.0%} of the samples were rejected (limit {limit:.0%})",
-            ZEROED: f"{value:.0%} of the importance weights were 0 (limit {limit:.0%})",
-            ENGINE_GAP: f"engine and actor differ by {value:.2g} in mean |log ratio| per latent dimension with "
-            f"equal weights (limit {limit:g}), so the engine computes something else",
-        }[figure]
 
     def _consider_return(self, metrics: dict[str, float], readings: dict[str, float], step: int) -> None:
         """Return to bypass mode after every figure has long been at most half of its limit.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Event
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.gap.probe_images import ProbedRun
 from flowgrpo_rc.gap.rescoring import Rescoring
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.report.history import History
@@ -46,6 +46,9 @@ from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timeline import Timeline
 from flowgrpo_rc.trainer.timer import StageTimer
 from flowgrpo_rc.trainer.validation import validate
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.gap.probe import ProbedRun
 
 
 class FlowGRPOTrainer:
@@ -392,8 +395,11 @@ class FlowGRPOTrainer:
             then = f"{newest} remains; continue with trainer.resume_mode=auto" if newest else "there is no checkpoint"
             print(f"The run failed after step {self.step} of {self.run.total_steps}; {then}", file=sys.stderr)
 
-    def probed_run(self) -> ProbedRun:
+    def probed_run(self) -> "ProbedRun":
         """The parts of this run that ``flowgrpo_rc.gap.probe`` measures, before the first step."""
+        # Training needs nothing of the probe's research.
+        from flowgrpo_rc.gap.probe import ProbedRun
+
         parts = self.config.actor_rollout_ref
         return ProbedRun(
             model=parts.model,

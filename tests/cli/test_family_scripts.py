@@ -1,4 +1,4 @@
-"""The full-size scripts of the families, each run for a step with a tiny model of the family in place of its own.
+"""The full-size scripts, each run for a step with a tiny model of the family in place of its own, or composed.
 
 Every setting of the real script stays; what is substituted comes on top, as a user's own overrides do.
 """
@@ -6,13 +6,18 @@ Every setting of the real script stays; what is substituted comes on top, as a u
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from tests_support import run_process
 from tiny_families import TINY
 
+from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.rollout.build import check_placement
+from flowgrpo_rc.rollout.config import Share
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "flowgrpo_trainer"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -44,21 +49,20 @@ SCRIPTS = {
 """Name of the script's run -> the tiny family, and the variables that it takes besides."""
 
 
-def arguments_of(name, tmp_path, model, environment):
-    """What the script hands to ``flowgrpo-rc``."""
-    said = tmp_path / "arguments.json"
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text(f"#!/bin/sh\nfor given; do printf '%s\\0' \"$given\"; done > '{said}'\n")
-    python.chmod(0o755)
-    files = {split: str(tmp_path / f"{split}.jsonl") for split in ("TRAIN", "VAL")}
-    choices = {"MODEL": model, "OUTPUTS": str(tmp_path / "out"), "NUM_GPUS": "1", "ENGINE": "diffusers"}
-    path = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
-    script = EXAMPLES / f"run_{name.removesuffix('_base')}_lora_rollout_corr.sh"
-    subprocess.run(["bash", str(script)], env=os.environ | path | files | choices | environment, check=True)
-    module, *given = said.read_text().removesuffix("\0").split("\0")[1:]
-    assert module == "flowgrpo_rc.cli.main"
-    return given
+def arguments_of(script, tmp_path, program, **environment):
+    """The arguments that the script gives to its program; no setting is given twice."""
+    said = tmp_path / "arguments"
+    fake = tmp_path / "bin" / program
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/sh\nfor given; do printf '%s\\0' \"$given\"; done > '{said}'\n")
+    fake.chmod(0o755)
+    path = {"PATH": f"{fake.parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", str(EXAMPLES / script)], env=os.environ | path | environment, check=True)
+    before, command, given = said.read_text().removesuffix("\0").partition("\0flowgrpo_rc.cli.main\0train\0")
+    assert command
+    settings = [override.split("=")[0] for override in given.split("\0")]
+    assert len(set(settings)) == len(settings)
+    return before.split("\0"), given.split("\0")
 
 
 def write_prompts(tmp_path, images):
@@ -78,9 +82,15 @@ def test_a_script_of_a_family(name, tmp_path):
     family.before_loading()
     family.build().save_pretrained(tmp_path / "model")
     write_prompts(tmp_path, family.images)
-    command, *given = arguments_of(name, tmp_path, str(tmp_path / "model"), environment)
-    settings = [override.split("=")[0] for override in given]
-    assert len(set(settings)) == len(settings)
+    files = {split: str(tmp_path / f"{split}.jsonl") for split in ("TRAIN", "VAL")}
+    choices = {
+        "MODEL": str(tmp_path / "model"),
+        "OUTPUTS": str(tmp_path / "out"),
+        "NUM_GPUS": "1",
+        "ENGINE": "diffusers",
+    }
+    script = f"run_{name.removesuffix('_base')}_lora_rollout_corr.sh"
+    _, given = arguments_of(script, tmp_path, "python", **files, **choices, **environment)
     height, width = family.sizes[0]
     sizes = [f"{ROLLOUT}.pipeline.height={height}", f"{ROLLOUT}.pipeline.width={width}"]
     sizes.append(f"{ROLLOUT}.pipeline.max_sequence_length={family.length}")
@@ -88,8 +98,31 @@ def test_a_script_of_a_family(name, tmp_path):
         sizes.append("actor_rollout_ref.actor.fsdp_config.shard=False")  # which takes several processes
     if family.reference_area is not None:
         sizes.append(f"{ROLLOUT}.pipeline.reference_area={family.reference_area}")
-    assert main([command, *given, *SMALL, *sizes]) == 0
+    assert main(["train", *given, *SMALL, *sizes]) == 0
     run = tmp_path / "out" / "flow_grpo" / f"{name}_lora_rollout_corr"
     step = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
     assert step["reward/group_std_mean"] > 0
     assert step["actor/grad_norm"] > 0
+
+
+def test_the_full_size_script_puts_its_engines_on_the_cluster(tmp_path):
+    choices = {"ENGINE": "diffusers", "NUM_GPUS": "4", "ENGINES": "2", "ADDRESS": "node0:6379", "MODEL": "folder"}
+    launch, overrides = arguments_of("run_qwen_image_ray.sh", tmp_path, "torchrun", **choices)
+    assert launch[:3] == ["--standalone", "--nproc_per_node", "4"]
+    rollout = compose("flowgrpo_trainer", overrides).actor_rollout_ref.rollout
+    assert (rollout.placement, rollout.engines, rollout.ahead) == ("ray", 2, 1)
+    assert (rollout.ray.address, rollout.ray.num_gpus) == ("node0:6379", 1.0)
+    check_placement(rollout, Share(3, 4))
+
+
+@pytest.mark.slow
+def test_the_tiny_script_trains_with_two_engines_on_ray(tmp_path, ray_environment):
+    small = ("trainer.total_training_steps=2", "data.val_max_samples=2", "trainer.logger=[console]")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = ray_environment | {"OUTPUTS": str(tmp_path), "PATH": path}
+    done = run_process("bash", EXAMPLES / "run_tiny_qwen_image_ray.sh", *small, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = (tmp_path / "flowgrpo_rc" / "tiny_qwen_image_ray" / "metrics.jsonl").read_text().splitlines()
+    steps = [row for row in map(json.loads, rows) if "reward/mean" in row]
+    assert [row["rollout/adapter_lag"] for row in steps] == [0.0, 1.0]
+    assert all(row["actor/grad_norm"] > 0 for row in steps)

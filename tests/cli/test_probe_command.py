@@ -128,10 +128,8 @@ def test_the_table_and_the_picture_show_the_intervals(probe, tmp_path, monkeypat
     ("arguments", "says"),
     [
         (("--images", "1"), "--images: got 1; give 2 to 4096"),
-        (("--images", "1000000000000"), "--images: got 1000000000000; give 2 to 4096"),
         (("--max-images", "8"), "--max-images: got 8; give a number from --images, 16, to 4096"),
         (("--images", "many"), "--images: got 'many'; give a whole number"),
-        (("--max-images", "1e3"), "--max-images: got '1e3'; give a whole number"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_in_one_line(probe, tmp_path, monkeypatch, arguments, says):

@@ -181,42 +181,13 @@ def test_its_state_is_kept():
     warning.load_state_dict(guard.state_dict())
     assert not warning.fallen_back  # what is configured now decides
     assert "guard=warn takes it back to bypass" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("change", "overrides", "remedy"),
-    [
-        ({"clip": 0.5}, (), "Widen diffusion_loss.clip_ratio beyond the gap or set it to auto"),
-        ({"clip": 0.5}, (f"{CLIP}=auto",), "Raise diffusion_loss.auto_clip_max, or"),
-        ({"clip": 0.5}, ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grpo_guard",), "beyond the gap, or set"),
-        (
-            {"clip": 0.5},
-            (f"{CLIP}_low=0.1",),
-            "Widen diffusion_loss.clip_ratio_low and clip_ratio_high beyond",
-        ),
-        ({"kept": 0.1}, (f"{RC}.rollout_rs=token_k1",), "Widen rollout_rs_threshold, or"),
-        ({"kept": 0.1}, (), "Widen rollout_rs_threshold or set it to auto"),
-        ({"kept": 0.1}, (f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null"), "Widen rollout_is_threshold, or"),
-        ({"kept": 0.1}, (f"{RC}.rollout_rs=seq_mean_k1", f"{RC}.rollout_rs_threshold=auto"), "Raise rollout_rs_auto_m"),
-    ],
-)
-def test_the_remedy_suits_what_is_set(change, overrides, remedy):
-    guard, _ = guarded(*overrides)
-    with pytest.warns(UserWarning, match=remedy):
-        feed(guard, 3, **change)
-
-
-def test_the_limits_of_a_resumed_run_are_its_own():
-    """A run that was only warned falls back at once when it is told to; patience and waiting are the new ones."""
-    warned, _ = guarded()
     with pytest.warns(UserWarning, match="for 3 updates in a row"):
-        feed(warned, 10, clip=0.5)
-    resumed, said = guarded(f"{RC}.guard=fallback", f"{RC}.guard_patience=2", f"{RC}.guard_return_after=5")
-    resumed.load_state_dict(warned.state_dict())
+        feed(warning, 10, clip=0.5)
+    # Limits and patience of a resumed run are its own, so one that was only warned may fall back at once.
+    resumed, said = guarded(f"{RC}.guard=fallback", f"{RC}.guard_patience=2")
+    resumed.load_state_dict(warning.state_dict())
     assert feed(resumed, 1, clip=0.5)["guard/fallback"] == 1
     assert "for 2 updates in a row" in said[0]
-    assert feed(resumed, 4)["guard/fallback"] == 1
-    assert feed(resumed, 1)["guard/fallback"] == 0
 
 
 @pytest.mark.run

@@ -144,24 +144,19 @@ def test_the_adapter_and_the_random_streams_stay(small_config):
     actor = trainer.run.actor
     engine = trainer.run.engine
     tensors = [p for n, p in actor.transformer.named_parameters() if ".lora_" in n]
-    states = [
-        adapter_state(actor.transformer),
-        adapter_state(engine.transformer, engine.adapter),
-        actor.averaged_state(),
-    ]
-    states = [{n: v.clone() for n, v in state.items()} for state in states]
+
+    def present():
+        adapters = adapter_state(actor.transformer), adapter_state(engine.transformer, engine.adapter)
+        return [{n: v.clone() for n, v in state.items()} for state in (*adapters, actor.averaged_state())]
+
+    states = present()
     random = torch.get_rng_state()
     with trainer.adapter.actor_at_rollout_version():
         assert not same(adapter_state(actor.transformer), states[0])
     batch, cond, step = calls[-1]
     before = batch.clone()
     rescoring(batch, cond, step)
-    after = [
-        adapter_state(actor.transformer),
-        adapter_state(engine.transformer, engine.adapter),
-        actor.averaged_state(),
-    ]
-    assert all(same(a, b) for a, b in zip(after, states, strict=True))
+    assert all(same(a, b) for a, b in zip(present(), states, strict=True))
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p is q for p, q in zip(tensors, actor._parameters, strict=True))
     assert set(batch.keys()) == set(before.keys())

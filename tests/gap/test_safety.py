@@ -132,8 +132,24 @@ def test_the_limit_that_is_set_is_given_more_room(loss, widened):
         assert ("auto" in text.replace("auto_clip", "")) is (loss == {})  # no other objective or band takes it
 
 
+@pytest.mark.parametrize(
+    ("correction", "text"),
+    [
+        ({}, "Widen rollout_is_threshold, or"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}, "Widen rollout_rs_threshold, or"),
+        ({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"}, "Widen rollout_rs_threshold or set it to a"),
+        ({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto"}, "Raise rollout_rs_auto_max, or"),
+    ],
+)
+def test_the_rejection_that_is_set_is_loosened(correction, text):
+    assert remedy(REJECTED, mode(**correction)).startswith(text)
+
+
 def test_a_mode_that_is_in_force_is_no_remedy():
     assert remedy(CLIP, mode()).endswith("or set it to auto, or set rollout_correction.bypass_mode=false")
+    assert " beyond the gap, or set rollout_correction.bypass_mode=false" in remedy(
+        CLIP, mode({"loss_mode": "grpo_guard"})
+    )
     assert remedy(CLIP, mode().decoupled()) == "Widen diffusion_loss.clip_ratio"
     assert remedy(CLIP, mode(), fallen_back=True) == "Widen diffusion_loss.clip_ratio"
     # After a fallback the lower bound of the calibrated band is in force.

@@ -47,17 +47,8 @@ def log_ratios(
 def resample(sample: GapSample, seed: int) -> GapSample:
     """Repeat every image ``2 PAIRS`` times, draw after draw, with log ratios drawn from their distribution."""
     assert sample.kl is not None
-    draws = 2 * PAIRS
     noise = antithetic_noise(tuple(sample.kl.shape), torch.Generator().manual_seed(seed))
-    engine = log_ratios(sample.kl, sample.to_nats, noise).flatten(0, 1)
+    engine = log_ratios(sample.kl, sample.to_nats, noise)
     # Without a divergence the log ratio is 0, not that of the smallest one.
-    engine = engine * (sample.kl > SMALLEST_KL).repeat(draws, 1)
-    return replace(
-        sample,
-        timesteps=sample.timesteps.repeat(draws, 1),
-        engine=engine,
-        staleness=sample.staleness.repeat(draws, 1),
-        stds=sample.stds.repeat(draws, 1),
-        to_nats=sample.to_nats.repeat(draws, 1),
-        kl=sample.kl.repeat(draws, 1),
-    )
+    engine = engine * (sample.kl > SMALLEST_KL)
+    return replace(GapSample.concatenate([sample] * len(noise)), engine=engine.flatten(0, 1))
