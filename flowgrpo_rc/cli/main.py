@@ -44,9 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             # SystemExit too: one of a user's function must not end a run with the code of success.
             except BaseException as error:
                 return exit_code(error, phase=arguments.phase)
-        # The output is the result of a command that trains nothing, so losing it is a failure.
-        if code == 0 and arguments.phase == COMMAND and out.failure is not None:
-            return _lost_output(out.failure)
+        # The output is the result of a command that trains nothing, so losing it is a failure. A reader such as head
+        # that closes its pipe has lost nothing.
+        is_lost = out.failure is not None and not isinstance(out.failure, BrokenPipeError)
+        if is_lost and code == 0 and arguments.phase == COMMAND:
+            print(f"error: the output could not be written: {out.failure}", file=sys.stderr)
+            return FAILED
         return code
 
 
@@ -67,15 +70,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if rest:
         arguments.overrides += rest
     return arguments
-
-
-def _lost_output(error: BaseException) -> int:
-    """Exit code of a command whose output could not be written."""
-    # A reader such as head that closes its pipe has lost nothing.
-    if isinstance(error, BrokenPipeError):
-        return 0
-    print(f"error: the output could not be written: {error}", file=sys.stderr)
-    return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

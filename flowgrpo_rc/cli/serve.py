@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any
 
 from flowgrpo_rc.cli.arguments import add_command
@@ -100,7 +101,12 @@ def _reward(arguments: argparse.Namespace) -> RewardMix:
     except ValueError as error:
         # The error names fields of a run's configuration, and the command's options have their names.
         raise ValueError(str(error).replace("reward.custom_reward_function.", "--")) from error
-    _check_form(arguments.name, reward)
+    # Only functions of verl-omni's form take tensors.
+    if isinstance(reward.functions[arguments.name], PerImageReward) and find_spec("torch") is None:
+        raise ValueError(
+            f"--name: {arguments.name!r} takes its image as a torch tensor, and torch is not installed here; install "
+            "it, or write fn(images, prompts, metadata), which takes numpy arrays"
+        )
     return reward
 
 
@@ -126,16 +132,3 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-
-
-def _check_form(name: str, reward: RewardMix) -> None:
-    # Only functions of verl-omni's form take tensors.
-    if not isinstance(reward.functions[name], PerImageReward):
-        return
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"--name: {name!r} takes its image as a torch tensor, and torch is not installed here ({error}); install "
-            "it, or write fn(images, prompts, metadata), which takes numpy arrays"
-        ) from error

@@ -63,7 +63,13 @@ class Rescoring:
         # Every process must take part, also one without a row of its own: gathering waits for all.
         own = self.rescore(batch, rows, conditioning)
         sample = GapSample.concatenate(gather_object([own]))
-        _check_finite(sample, own, rows)
+        bad = ~torch.isfinite(sample.total)
+        if bad.any():
+            raise NonFiniteUpdateError(
+                f"the actor gives {int(bad.sum())} of {bad.numel()} probed steps a NaN or infinite log-prob, before "
+                "the update; check actor_rollout_ref.model.dtype and the adapter",
+                rows[~torch.isfinite(own.total).all(1)].tolist(),
+            )
         metrics = gap_metrics(sample, PREFIX)
         metrics[f"{PREFIX}version_lag"] = float(self.adapter.behind)
         metrics[f"{PREFIX}probe_forwards"] = float(sample.engine.numel() * (2 if self.adapter.behind else 1))
@@ -121,14 +127,4 @@ class Rescoring:
             "(actor_rollout_ref.rollout.dtype, quantization) and one attention kernel, or keep "
             "diffusion_loss.clip_ratio well above the gap and correct it with algorithm.rollout_correction",
             stacklevel=3,
-        )
-
-
-def _check_finite(sample: GapSample, own: GapSample, rows: Tensor) -> None:
-    bad = ~torch.isfinite(sample.total)
-    if bad.any():
-        raise NonFiniteUpdateError(
-            f"the actor gives {int(bad.sum())} of {bad.numel()} probed steps a NaN or infinite log-prob, before the "
-            "update; check actor_rollout_ref.model.dtype and the adapter",
-            rows[~torch.isfinite(own.total).all(1)].tolist(),
         )

@@ -1,16 +1,13 @@
 """Is bypass mode safe? The limits of the off-policy gap, the verdict on a measured one, and the remedies.
 
-In bypass mode the rollout engine's log-probs are the old policy's. The objective's limit (a clip band or a trust
-region) is then centred at the engine, so that the gap alone can exceed it before anything is learned, and the engine's
-error chooses the samples that remain. Probe, guard and health report judge the same figures, and all of them read
-limits and remedies here. The tables in words: ``docs/gap.md``. Importing this module loads no torch.
+In bypass mode the objective's limit (a clip band or a trust region) is centred at the rollout engine's log-probs. The
+gap alone can then exceed it before anything is learned, and the engine's error chooses the samples that remain. Probe,
+guard and health report read limits and remedies here; ``docs/gap.md`` has the tables. Importing this loads no torch.
 
-A figure has two limits: above ``costs`` learning is slower; above ``not_safe`` runs were lost, or most of a batch is
-wasted. One of the two is a setting of ``algorithm.rollout_correction``, which is also the guard's alarm; its default is
-read from that section, so that no number is written twice.
-
-A figure measured on a few images is not the true one. The probe therefore compares its confidence interval with the
-limit: ``safe`` if the whole interval lies below, ``not safe`` if all of it lies above, else ``not shown safe``.
+Above ``costs`` learning is slower; above ``not_safe`` runs were lost, or most of a batch is wasted. One of the two is a
+setting of ``algorithm.rollout_correction``, which is also the guard's alarm, and its default is read from there. The
+probe compares a figure's confidence interval with the limit: ``safe`` if the whole interval lies below, ``not safe`` if
+all of it lies above, else ``not shown safe``.
 """
 
 from __future__ import annotations
@@ -242,18 +239,6 @@ class JudgedFigure:
         return f"{self.what}: {self.value:.2g} ({self.interval}), {limit}"
 
 
-def judge(
-    what: str, value: float, interval: Interval, limit: float, safe_below: float, *, is_share: bool
-) -> JudgedFigure:
-    """Judge one value; NaN in it or in its interval is never safe."""
-    verdict = NOT_SHOWN_SAFE
-    if interval.high < safe_below:
-        verdict = SAFE
-    elif interval.low > limit:
-        verdict = NOT_SAFE
-    return JudgedFigure(what, value, interval.low, interval.high, limit, safe_below, is_share, verdict)
-
-
 def decisive(judged: Sequence[JudgedFigure]) -> JudgedFigure:
     """Return the worst figure, which decides; among equals the one that is highest relative to its limit."""
     return max(judged, key=lambda one: (VERDICTS.index(one.verdict), one.high / one.limit))
@@ -380,7 +365,13 @@ def advise(
     if drift is not None and not judged[DRIFT].high < DRIFT_SAFE / 5:
         reasons.append(_drift_reason(judged[DRIFT]))
     if (adapter_lag or ahead) and mode.has_limit and (mode.bypasses or fits):
-        reasons.append(_lag_reason(mode, f"ahead={ahead}" if ahead >= adapter_lag else f"adapter_lag={adapter_lag}"))
+        setting = f"ahead={ahead}" if ahead >= adapter_lag else f"adapter_lag={adapter_lag}"
+        follows = "clip_ratio=auto follows it, " if mode.diffusion_loss.takes_auto else ""
+        reasons.append(
+            f"{setting} adds the policy's own movement to this gap wherever the clip is centred at the engine, most in "
+            f"the first batches, which cannot be measured before training; {follows}guard=fallback watches it, "
+            "decoupled mode does without"
+        )
     reasons += _removal_reasons(mode, judged)
     reasons += _image_reasons(overall, judged, images, confidence)
     # The recommendation already covers a clip that is not safe, unless a limit was measured to hold the gap.
@@ -425,12 +416,22 @@ def judge_all(
         figures[ZEROED] = ("importance weights of 0", overall.zeroed, overall.zeroed_interval)
     limits = {name: LIMITS[name].not_safe_for(correction) for name in figures}
     limits[CLIP] = clip_not_safe(drift_known=drift is not None)
-    judged = {
-        name: judge(*figure, limits[name], limits[name], is_share=name != ENGINE_GAP)
-        for name, figure in figures.items()
-    }
+    safe_below = dict(limits)
     if drift is not None:
-        judged[DRIFT] = judge("drift", drift.value, drift.interval, DRIFT_NOT_SAFE, DRIFT_SAFE, is_share=False)
+        figures[DRIFT] = ("drift", drift.value, drift.interval)
+        limits[DRIFT] = DRIFT_NOT_SAFE
+        safe_below[DRIFT] = DRIFT_SAFE
+    judged = {}
+    for name, (what, value, interval) in figures.items():
+        # NaN in a value or in its interval is never safe.
+        verdict = NOT_SHOWN_SAFE
+        if interval.high < safe_below[name]:
+            verdict = SAFE
+        elif interval.low > limits[name]:
+            verdict = NOT_SAFE
+        is_share = name not in (ENGINE_GAP, DRIFT)
+        ends = (interval.low, interval.high)
+        judged[name] = JudgedFigure(what, value, *ends, limits[name], safe_below[name], is_share, verdict)
     return judged
 
 
@@ -500,15 +501,6 @@ def _drift_reason(drift: JudgedFigure) -> str:
     elif drift.settled:
         follows = ": runs like that learned less, and with a high learning rate they lost what they had learned"
     return f"whatever is rewarded, an update moves toward the engine's error, by {size} ({limits}){follows}"
-
-
-def _lag_reason(mode: ModeInForce, setting: str) -> str:
-    follows = "clip_ratio=auto follows it, " if mode.diffusion_loss.takes_auto else ""
-    return (
-        f"{setting} adds the policy's own movement to this gap wherever the clip is centred at the engine, most in the "
-        f"first batches, which cannot be measured before training; {follows}guard=fallback watches it, decoupled mode "
-        "does without"
-    )
 
 
 def _removal_reasons(mode: ModeInForce, judged: dict[str, JudgedFigure]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from flowgrpo_rc.paths import shipped
 
 TINY = "tiny_qwen_image_ocr"
 RC = "algorithm.rollout_correction"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in shipped("configs").glob("*.yaml")))
@@ -34,66 +35,26 @@ def test_correction_reaches_the_actor_from_either_place():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "trainer.total_traning_steps=3",
-            "unknown configuration key trainer.total_traning_steps; nearest: .*trainer.total_training_steps",
-        ),
-        ("actor_rollout_ref.rollout.noise_level=1", "nearest: .*actor_rollout_ref.rollout.algo.noise_level"),
-        (
-            "trainer.total_training_steps=many",
-            "trainer.total_training_steps: .*many.*could not be converted to Integer",
-        ),
+        ("trainer.total_traning_steps=3", "unknown configuration key .*; nearest: .*trainer.total_training_steps"),
+        (f"{ROLLOUT}.noise_level=1", "nearest: .*actor_rollout_ref.rollout.algo.noise_level"),
+        ("trainer.total_training_steps=many", "total_training_steps: .*many.*could not be converted to Integer"),
         ("nonsense", "cannot read the override 'nonsense'; write key=value"),
-        ("actor_rollout_ref.rollout.n=1", r"actor_rollout_ref.rollout.n: got 1; .* give at least 2"),
+        (f"{ROLLOUT}.n=1", r"actor_rollout_ref.rollout.n: got 1; .* give at least 2"),
+        (f"{ROLLOUT}.algo.noise_level=0", "a deterministic rollout has no log-prob to train on"),
+        (f"{ROLLOUT}.algo.sde_window_range=[0,7]", r"sde_window_range: got \[0, 7\]; .*\[0, 6\]"),
+        (f"{ROLLOUT}.algo.sde_window_size=5", r"sde_window_size: got 5; the range \[0, 4\] holds 4 steps"),
+        (f"{ACTOR}.ppo_mini_batch_size=3", "got 3; it counts prompts and must divide data.train_batch_size=8"),
+        (f"{ACTOR}.diffusion_loss.loss_mode=dance_grpo", "dance_grpo with sde_type=sde"),
+        (f"{ROLLOUT}.calculate_log_probs=false", "leave it true"),
         (
-            "actor_rollout_ref.rollout.algo.noise_level=0",
-            "a deterministic rollout has no log-prob to train on",
+            f"{ACTOR}.diffusion_loss.clip_ratio=1",
+            "got 1, so the lower bound of the band, 1 - clip_ratio, would be 0, .*",
         ),
-        (
-            "actor_rollout_ref.rollout.algo.sde_window_range=[0,7]",
-            r"sde_window_range: got \[0, 7\]; .*\[0, 6\]",
-        ),
-        (
-            "actor_rollout_ref.rollout.algo.sde_window_size=5",
-            r"sde_window_size: got 5; the range \[0, 4\] holds 4 steps",
-        ),
-        (
-            "actor_rollout_ref.actor.ppo_mini_batch_size=3",
-            "ppo_mini_batch_size: got 3; it counts prompts and must divide data.train_batch_size=8",
-        ),
-        ("actor_rollout_ref.actor.diffusion_loss.loss_mode=dance_grpo", "dance_grpo with sde_type=sde"),
-        (
-            "actor_rollout_ref.model.dtype=int8",
-            "actor_rollout_ref.model.dtype: got 'int8'; choose one of float32",
-        ),
-        (
-            "trainer.logger=[mlflow]",
-            "trainer.logger: got 'mlflow'; choose one of console, tensorboard, wandb",
-        ),
+        (f"{ACTOR}.diffusion_loss.clip_ratio_low=1.5", "got 1.5, so the lower bound of the band, .* would be -0.5"),
         ("reward.custom_reward_function.path=/no/such.py", "reward.custom_reward_function.path"),
-        ("actor_rollout_ref.rollout.calculate_log_probs=false", "leave it true"),
-        ("trainer.seed=-1", "trainer.seed: got -1; give 0 or more"),
-        (f"trainer.seed={2**70}", "trainer.seed: got 1180591620717411303424; that is beyond 2"),
-        (
-            "actor_rollout_ref.rollout.algo.sde_window_range=[0,null]",
-            r"sde_window_range: got \[0, null\]; give a list of whole numbers, e.g. \[0,5\] or null",
-        ),
-        ("actor_rollout_ref.actor.optim.lr=nan", "optim.lr: got nan; give a number above 0"),
-        ("actor_rollout_ref.actor.diffusion_loss.clip_ratio=wide", "clip_ratio: got 'wide'; give a number or auto"),
-        (
-            "actor_rollout_ref.actor.diffusion_loss.clip_ratio=1",
-            "clip_ratio: got 1, so the lower bound of the band, 1 - clip_ratio, would be 0, .* give a number below 1",
-        ),
-        (
-            "actor_rollout_ref.actor.diffusion_loss.clip_ratio_low=1.5",
-            "clip_ratio_low: got 1.5, so the lower bound of the band, 1 - clip_ratio_low, would be -0.5",
-        ),
         ("trainer=5", "trainer: got 5, but it is a section; give its keys, e.g. trainer.total_epochs"),
         ("trainer.seed.low=1", "trainer.seed: got {low: 1}; give a whole number"),
-        ("reward.functions.x=big", "reward.functions: 'x' is not a known reward"),
-        ("reward.functions=5", "reward.functions: got 5; give weights by name"),
         (f"{RC}=5", "algorithm.rollout_correction: got 5; give its keys"),
-        ("trainer.default_local_dir=", "trainer.default_local_dir: got ''; give a path"),
         ("trainer.seed=1,2", "trainer.seed: got '1,2', which is a sweep of several runs; write a list as"),
         ("trainer.experiment_name=${trainer.nope}", "trainer.experiment_name: .*nope.* cannot be resolved"),
         ("=5", "cannot read the override '=5'; write key=value"),
@@ -133,9 +94,6 @@ def test_users_own_yaml_builds_on_the_shipped_ones(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [tiny_qwen_image_ocr, _self_]\ntrainer: {seed: 5}\n")
     config = compose("mine", ["data.seed=6"], config_dir=str(tmp_path))
     assert (config.trainer.seed, config.data.seed, config.actor_rollout_ref.rollout.n) == (5, 6, 12)
-    (tmp_path / "typo.yaml").write_text("defaults: [tiny_qwen_image_ocr, _self_]\ntrainer: {sead: 5}\n")
-    with pytest.raises(ConfigError, match=r"unknown configuration key trainer.sead; nearest: .*trainer.seed"):
-        compose("typo", config_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -176,29 +177,20 @@ def test_a_log_prob_that_is_not_finite_ends_in_one_line(probe, tmp_path, monkeyp
     assert not list((tmp_path / "out").iterdir())
 
 
-class Result:
-    """What ``write_result`` reads of a probe."""
-
-    def __init__(self, clip, seconds=1.0):
-        self.values = {"setting": {"clip_ratio": clip}, "seconds": {"rollout": seconds}, "saved": seconds / 10}
-
-    def to_dict(self):
-        return self.values
+def result(clip, seconds=1.0):
+    """The part of a probe's result that ``write_result`` reads."""
+    values = {"setting": {"clip_ratio": clip}, "seconds": {"rollout": seconds}, "saved": seconds / 10}
+    return SimpleNamespace(to_dict=lambda: values)
 
 
-@pytest.fixture
-def plain(monkeypatch):
-    """Without the picture."""
-    monkeypatch.setattr(probe_folder, "draw", lambda result, path: path.write_text(str(result.values)))
-
-
-def test_a_result_that_says_something_else_is_kept(tmp_path, plain):
+def test_a_result_that_says_something_else_is_kept(tmp_path, monkeypatch):
     """Of another setting, or not readable at all; one that differs in its timings alone is replaced."""
+    monkeypatch.setattr(probe_folder, "draw", lambda _, path: path.write_text("picture"))
     write = partial(probe_folder.write_result, tmp_path)
-    assert write(Result(1e-3)) == [f"Written: {tmp_path / 'probe.json'}, {tmp_path / 'probe.png'}"]
-    assert len(write(Result(1e-3, seconds=2.0))) == 1
+    assert write(result(1e-3)) == [f"Written: {tmp_path / 'probe.json'}, {tmp_path / 'probe.png'}"]
+    assert len(write(result(1e-3, seconds=2.0))) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["probe.json", "probe.png"]
-    said = write(Result(1e-4))
+    said = write(result(1e-4))
     assert said[0] == (
         f"The earlier result there says something else; kept as {tmp_path / 'probe.1.json'}, {tmp_path / 'probe.1.png'}"
     )
@@ -206,10 +198,10 @@ def test_a_result_that_says_something_else_is_kept(tmp_path, plain):
     assert json.loads((tmp_path / "probe.json").read_text())["setting"] == {"clip_ratio": 1e-4}
     (tmp_path / "probe.json").write_text("not a probe")
     (tmp_path / "probe.png").unlink()
-    assert write(Result(1e-4))[0].endswith(f"kept as {tmp_path / 'probe.2.json'}")
+    assert write(result(1e-4))[0].endswith(f"kept as {tmp_path / 'probe.2.json'}")
     assert (tmp_path / "probe.2.json").read_text() == "not a probe"
     (tmp_path / "probe.json").unlink()  # a picture alone is somebody's too
-    assert write(Result(1e-4))[0].endswith(f"kept as {tmp_path / 'probe.3.png'}")
+    assert write(result(1e-4))[0].endswith(f"kept as {tmp_path / 'probe.3.png'}")
 
 
 def test_a_full_disk_leaves_the_earlier_result(tmp_path, monkeypatch):
@@ -219,11 +211,11 @@ def test_a_full_disk_leaves_the_earlier_result(tmp_path, monkeypatch):
 
     write = partial(probe_folder.write_result, tmp_path)
     monkeypatch.setattr(probe_folder, "draw", lambda _, path: path.write_text("whole"))
-    write(Result(1e-3))
+    write(result(1e-3))
     before = (tmp_path / "probe.json").read_bytes()
     monkeypatch.setattr(probe_folder, "draw", full)
     with pytest.raises(OSError, match="No space"):
-        write(Result(1e-4))
+        write(result(1e-4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["probe.json", "probe.png"]
     assert ((tmp_path / "probe.json").read_bytes(), (tmp_path / "probe.png").read_text()) == (before, "whole")
 
