@@ -135,10 +135,8 @@ def test_the_rollout_correction_script_starts():
 
 def test_one_warning_lists_what_is_ignored_and_one_what_is_translated():
     ignored, moved, defaults = said(*ROLLOUT_CORRECTION_SCRIPT)
-    for name in ("optimizer_offload", "agent.num_workers", "load_format", "layered_summon"):
-        assert name in ignored
-    for name in ("tensor_model_parallel_size", "ref.log_prob_micro_batch_size_per_gpu"):
-        assert name in ignored
+    names = ("optimizer_offload", "agent.num_workers", "load_format", "layered_summon", "tensor_model_parallel_size")
+    assert all(name in ignored for name in (*names, "ref.log_prob_micro_batch_size_per_gpu"))
     assert "torchrun --nproc_per_node 4" in ignored
     assert f"{A}.fsdp_config.model_dtype=bfloat16 -> {M}.dtype=bfloat16" in moved
     assert "trainer.mixed_precision=no (there bfloat16" in defaults
@@ -228,10 +226,8 @@ def test_a_setting_in_their_form_configures_what_ours_does(there, here):
 def test_a_warm_up_ratio_counts_optimizer_steps():
     optim = quietly(f"{A}.optim.lr_warmup_steps_ratio=0.1", name=TINY).actor_rollout_ref.actor.optim
     assert (optim.lr_scheduler_type, optim.warm_up(299), optim.warm_up(5)) == ("linear", 29, 0)
-    both = quietly(
-        f"{A}.optim.lr_warmup_steps=4", f"{A}.optim.lr_warmup_steps_ratio=0.1", name=TINY
-    ).actor_rollout_ref.actor.optim
-    assert both.warm_up(299) == 4
+    both = quietly(f"{A}.optim.lr_warmup_steps=4", f"{A}.optim.lr_warmup_steps_ratio=0.1", name=TINY)
+    assert both.actor_rollout_ref.actor.optim.warm_up(299) == 4
 
 
 @pytest.mark.parametrize(

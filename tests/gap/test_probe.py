@@ -231,20 +231,6 @@ def test_a_calibrated_clip_is_judged_by_the_bands_of_this_gap(small_config):
 
 
 @pytest.mark.run
-def test_the_bands_of_a_checkpoint_do_not_enter(small_config):
-    """They hold staleness, and gaps of another engine."""
-    auto = (BYPASS, f"{CLIP}=auto", f"{LOSS}.auto_clip_min=1e-6", f"{RC}.rollout_rs_threshold=auto")
-    first = probed(FlowGRPOTrainer(small_config(*auto, folder="fresh")), 8)
-    resumed = FlowGRPOTrainer(small_config(*auto, folder="resumed"))
-    times = torch.tensor([[step.timestep] for step in first.steps] * 64)
-    for bands in (resumed.run.clip_bands, resumed.run.rejection_bands):
-        bands.observe(times, torch.full_like(times, 0.5))
-    second = probed(resumed, 8)
-    assert first.setting["clip_band"] == second.setting["clip_band"]
-    assert first.overall == second.overall
-
-
-@pytest.mark.run
 def test_an_update_that_fails_is_not_safe(small_config):
     """What was measured is kept."""
     trainer = FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=0.01"))

@@ -86,14 +86,6 @@ def test_timesteps_of_one_name_share_their_mean():
     assert found["x/engine_gap_abs_mean/ts_800"] == pytest.approx(4e-3)
 
 
-def test_processes_are_put_together():
-    other = GapSample(*(torch.zeros(0, 2) for _ in range(5)), dimensions=25, kl=None)
-    both = GapSample.concatenate([sample(), other, sample()])
-    assert both.engine.shape == (4, 2)
-    assert both.kl is None
-    assert gap_metrics(both, "") == pytest.approx(gap_metrics(sample(), ""))
-
-
 @pytest.mark.run
 def test_a_run_logs_the_divergence_from_means_where_the_engine_records_them(small_config):
     """Bypass with an objective of means: the closed form; its estimate, from the same images, is of that size."""
