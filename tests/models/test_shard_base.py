@@ -7,7 +7,6 @@ from tiny_families import PROMPTS, TINY
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from flowgrpo_rc.actor.actor import buckets
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
 from flowgrpo_rc.models.config import FSDPConfig
 from flowgrpo_rc.models.lora import adapter_parameters, attach_lora, base_parameters
@@ -113,10 +112,3 @@ def test_what_cannot_be_divided_is_refused(settings, processes, device, on_node,
     with pytest.raises(ValueError, match=message):
         check_sharding(FSDPConfig(shard=True, **settings), processes, device)
     check_sharding(FSDPConfig(**settings), processes, device)  # without ``shard`` they act on nothing
-
-
-def test_buckets_keep_the_order_and_the_limit():
-    sizes = [3, 3, 3, 9, 1, 1]
-    tensors = [torch.zeros(n, dtype=torch.float32) for n in sizes]
-    assert [[t.numel() for t in bucket] for bucket in buckets(tensors, 4 * 6)] == [[3, 3], [3], [9], [1, 1]]
-    assert list(buckets([], 1)) == []
