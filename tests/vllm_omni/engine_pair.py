@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,8 @@ def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, al
     torch.set_num_threads(1)
     model = load_model(path)
     if family is not None:
-        for weights in Path(path).glob("text_encoder*/*.safetensors"):
-            weights.unlink()  # vllm-omni does without them
+        # vllm-omni does without the text encoders.
+        path = shutil.copytree(path, f"{path}_{dtype}", ignore=shutil.ignore_patterns("model.safetensors"))
     lora = ModelConfig(path=path, lora_rank=4, lora_alpha=alpha)
     rollout = RolloutConfig(name="vllm_omni", dtype=dtype_name(dtype), micro_batch_size=4, vllm_omni=TIMEOUTS)
     vllm = VllmOmniEngine(rollout, model, lora, "cpu")

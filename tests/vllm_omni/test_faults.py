@@ -21,9 +21,6 @@ from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 
 pytestmark = pytest.mark.process
 
-LONG = 100
-"""Steps of a rollout that is still running when something happens to it."""
-
 
 @pytest.fixture(scope="module")
 def pair(qwen_image_pair):
@@ -32,18 +29,12 @@ def pair(qwen_image_pair):
     return qwen_image_pair
 
 
-def later(seconds, action, *arguments):
-    thread = threading.Timer(seconds, action, arguments)
-    thread.start()
-    return thread
-
-
 def test_killed_in_the_middle_of_a_rollout(pair):
     """It comes back with the adapter it had, at its version, and the rollout is the one that was asked for."""
-    request = request_for(pair.model, steps=LONG)
+    request = request_for(pair.model, steps=100)
     expected = pair.vllm.generate(request)
     first, restarts = pair.vllm.pid, pair.vllm.restarts
-    later(0.5, os.kill, first, signal.SIGKILL)
+    threading.Timer(0.5, os.kill, (first, signal.SIGKILL)).start()
     with pytest.warns(UserWarning, match=rf"process {first} died of signal 9 while sampling; log: .*starting it anew"):
         result = pair.vllm.generate(request)
     assert (pair.vllm.restarts, alive(first)) == (restarts + 1, False)

@@ -26,28 +26,13 @@ TENSORS = {"latents": LATENT, "next_latents": LATENT, "rollout_means": LATENT, "
 """What is compared of two engines, and how far it may be apart."""
 
 
-@pytest.fixture(scope="module")
-def path_of(tmp_path_factory):
-    """Where each family's tiny model is."""
-
-    def find(name):
-        family = FAMILIES[name]
-        if family is None:
-            return "asset:tiny_qwen_image"
-        folder = tmp_path_factory.mktemp("model")
-        family.build().save_pretrained(folder)
-        return str(folder)
-
-    return find
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def pair(request, path_of):
+def pair(request, folder_of_family):
     """Float32; every test that uses it syncs first."""
     if request.param == "qwen_image":
         yield request.getfixturevalue("qwen_image_pair")
         return
-    pair = make_pair(path_of(request.param), FAMILIES[request.param])
+    pair = make_pair(folder_of_family(request.param), FAMILIES[request.param])
     yield pair
     pair.vllm.close()
 
@@ -115,13 +100,14 @@ def test_the_proof_accepts_it_and_digests_tell_adapters_apart(pair):
 
 
 @pytest.mark.parametrize("family", ["qwen_image", "flux2_klein_references", "wan"])
-def test_a_scale_that_is_no_power_of_two_and_bfloat16(path_of, family, monkeypatch):
+def test_a_scale_that_is_no_power_of_two_and_bfloat16(folder_of_family, family, monkeypatch):
     """alpha / rank = 1.5 rounds B once more than PEFT does; means stay a rounding apart, the digest is exact.
 
     In the precision that vllm has AMX kernels for, on a processor that seems to have them.
     """
     monkeypatch.setenv("PYTHONPATH", with_amx())
-    pair = make_pair(path_of(family), FAMILIES[family], dtype=torch.bfloat16, alpha=6)
+    path = "asset:tiny_qwen_image" if family == "qwen_image" else folder_of_family(family)
+    pair = make_pair(path, FAMILIES[family], dtype=torch.bfloat16, alpha=6)
     state = random_adapter(pair)
     digest = pair.sync(state, 2)
     assert digest == pair.vllm.digest_of(state)

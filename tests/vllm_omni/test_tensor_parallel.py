@@ -26,13 +26,11 @@ RANK, ALPHA = 4, 6
 
 
 @pytest.mark.parametrize("name", ["qwen_image", "flux_dev"])
-def test_two_processes_hold_and_draw_what_one_does(tmp_path, monkeypatch, name):
+def test_two_processes_hold_and_draw_what_one_does(tmp_path, monkeypatch, folder_of_family, name):
     """With ``lora_alpha / lora_rank`` = 1.5, and every linear layer that vllm-omni gives an adapter by default."""
     torch.set_num_threads(1)
     family = FAMILIES[name]
-    path = resolve_asset("asset:tiny_qwen_image") if family is None else str(tmp_path / "model")
-    if family is not None:
-        family.build().save_pretrained(path)
+    path = resolve_asset("asset:tiny_qwen_image") if family is None else folder_of_family(name)
     model = load_model(path)
     lora = ModelConfig(path=path, lora_rank=RANK, lora_alpha=ALPHA)
     engine = DiffusersEngine(model, lora, dtype=torch.float32, micro_batch_size=6, device="cpu")
