@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +11,6 @@ from tiny_families import stable_diffusion_3 as tiny_sd3
 
 from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import AdapterMismatchError, adapter_state, attach_lora, check_adapter_state
-from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.rollout import EngineLostError, RolloutError, Trajectories
 from flowgrpo_rc.rollout.build import build_engine_alone
 from flowgrpo_rc.rollout.config import RolloutConfig
@@ -128,14 +125,6 @@ def test_pipelines_layers_and_devices_are_refused_before_anything_is_started(
     monkeypatch.setattr(tiny_model, "pipe", SimpleNamespace(**parts))
     with pytest.raises(ValueError, match=f"draws {', '.join(PIPELINES)} only so far, got SimpleNamespace"):
         make_handle(tiny_model)
-
-
-def test_every_pipeline_of_the_table_is_a_family():
-    for name, entry in PIPELINES.items():
-        assert name in FAMILIES
-        module, _, rollout = entry.rollout.partition(":")
-        source = Path(find_spec("flowgrpo_rc").origin).parents[1] / f"{module.replace('.', '/')}.py"
-        assert f"class {rollout}(Rollout, " in source.read_text()
 
 
 class Losing:

@@ -5,6 +5,7 @@ Imports no vllm.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -61,6 +62,8 @@ class VllmOmniEngine:
         )
         self._digest_of = digest_rule(config, lora)
         self._sleeps = config.vllm_omni.sleep
+        # Bytes of the GPU in use before the last sleep and after.
+        self._used = (0, 0)
         self.adapter_version = -1
         self.restarts = 0
         """Number of starts after the first."""
@@ -101,13 +104,17 @@ class VllmOmniEngine:
         """
         # Unpickled tensors return to their device, which the engine's process may not see.
         sent = rows_of(request, torch.arange(len(request.prompt_index)))
-        return self._twice(lambda: self._handle.generate(replace(sent, request_id=request.request_id)))
+        drawn = self._twice(lambda: self._handle.generate(replace(sent, request_id=request.request_id)))
+        if self._sleeps:
+            with suppress(EngineLostError):  # the images are there, and the next call starts it again
+                self._used = self._handle.call("memory")
+        return drawn
 
     def memory_metrics(self) -> dict[str, float]:
         """GiB of the GPU in use before the engine's last sleep and after; empty if it does not sleep."""
         if not self._sleeps:
             return {}
-        awake, asleep = self._twice(lambda: self._handle.call("memory"))
+        awake, asleep = self._used
         return {"perf/gpu_used_engine_awake_gb": awake / 2**30, "perf/gpu_used_engine_asleep_gb": asleep / 2**30}
 
     def close(self) -> None:
