@@ -82,8 +82,6 @@ def test_prompts_that_are_joined_keep_their_embeddings_and_masks():
     assert alike.mask is None
     assert alike.lengths is None
     assert first.lengths == replace(first, lengths=None).lengths == (2, 1)
-    with pytest.raises(ValueError, match="Prompts.lengths: are given without Prompts.mask"):
-        replace(first, mask=None)
 
 
 def gradient_of(model, latents, timesteps, cond, **settings):
