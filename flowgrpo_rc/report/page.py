@@ -48,8 +48,9 @@ def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[F
     target = run.root / "report.html" if path is None else Path(path)
     if target.is_dir():
         raise IsADirectoryError(f"{target}: is a folder; give the name of a file")
-    # A typo must not cost a run its records.
-    if target.exists() and not _is_page(target):
+    # A typo must not cost a run its records; an earlier page or an empty file may be replaced.
+    may_go = target.is_file() and target.read_bytes()[: len(DOCTYPE)] in (b"", DOCTYPE.encode())
+    if target.exists() and not may_go:
         raise FileExistsError(f"{target}: is there already and is no page of a report; give another name")
     findings = check_health(run.rows, run.config, broken_lines=run.broken_lines)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -57,11 +58,6 @@ def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[F
     # A prompt or a path may hold half a surrogate pair, which UTF-8 cannot encode.
     write_whole(target, lambda partial: partial.write_text(page, encoding="utf-8", errors="backslashreplace"))
     return target, findings
-
-
-def _is_page(target: Path) -> bool:
-    """Return true for an earlier page and for an empty file."""
-    return target.is_file() and target.read_bytes()[: len(DOCTYPE)] in (b"", DOCTYPE.encode())
 
 
 def build_page(run: Run, findings: Sequence[Finding]) -> str:

@@ -77,11 +77,8 @@ def _gap_lines(history: History) -> list[Line]:
         # In decoupled mode the gap before an update is that of the actor with itself.
         mean = mean[::-1]
         largest = largest[::-1]
-    return [
-        Line(mean, "mean", name="gap", key=True),
-        Line(largest, "largest", name="largest gap", key=True, style=FAINT),
-        *lines,
-    ]
+    usual = Line(mean, "mean", name="gap", key=True)
+    return [usual, Line(largest, "largest", name="largest gap", key=True, style=FAINT), *lines]
 
 
 def _clip_level(history: History) -> list[Level]:
@@ -90,17 +87,9 @@ def _clip_level(history: History) -> list[Level]:
     return [Level(width, f"clip band {number(width)}")] if width else []
 
 
-def _fixed_clip_level(history: History) -> list[Level]:
-    # A calibrated clip band is a line, as it moves from step to step.
-    return _clip_level(history) if history.series("actor/clip_ratio_auto_mean") is None else []
-
-
 def _sample_size_levels(history: History) -> list[Level]:
-    limits = _limits(history, "ess")
-    return [
-        Level(limits.low, f"watch below {limits.low:g}", ":"),
-        Level(limits.problem_low, f"problem below {limits.problem_low:g}"),
-    ]
+    watch, problem = _limits(history, "ess").low, _limits(history, "ess").problem_low
+    return [Level(watch, f"watch below {watch:g}", ":"), Level(problem, f"problem below {problem:g}")]
 
 
 def _veto_levels(history: History) -> list[Level]:
@@ -150,7 +139,8 @@ PANELS: tuple[Panel, ...] = (
         file="log_prob_gap",
         scale="log",
         lines=_gap_lines,
-        levels=_fixed_clip_level,
+        # A calibrated clip band is a line, as it moves from step to step.
+        levels=lambda history: () if history.series("actor/clip_ratio_auto_mean") else _clip_level(history),
         caption="Steady; where the clip band is drawn, well below it.",
     ),
     TimestepPanel(
