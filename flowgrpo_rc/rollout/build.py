@@ -35,9 +35,10 @@ def build_engine(
     # An engine beside the actor needs no pool: the trainer's thread calls it.
     if not config.is_elsewhere:
         return resolve_name(ENGINES[config.name].engine).from_config(config, model, lora, device)
+    digest_of = digest_rule(config, lora)
     return RolloutPool(
         resolve_name(ELSEWHERE[config.placement].handles)(config, lora, device, share, model),
-        digest_of=digest_rule(config, lora),
+        digest_of=digest_of,
         dtype=torch_dtype(config.dtype),
         micro_batch_size=config.micro_batch_size,
     )
@@ -74,24 +75,9 @@ def digest_rule(rollout: RolloutConfig, model: ModelConfig) -> Callable[[Mapping
     """``RolloutEngine.digest_of`` of the engine with these settings, without an engine.
 
     Raises:
-        ValueError: see ``check_elsewhere``.
+        ValueError: the engine runs in the trainer's process only.
     """
-    check_elsewhere(rollout)
-    return resolve_name(str(ENGINES[rollout.name].digest_rule))(rollout, model)
-
-
-def check_elsewhere(rollout: RolloutConfig) -> None:
-    """Refuse an engine that runs in the trainer's process only.
-
-    Raises:
-        ValueError: names the engine.
-    """
-    if ENGINES[rollout.name].digest_rule is None:
-        able = ", ".join(name for name, entry in ENGINES.items() if entry.digest_rule)
-        raise ValueError(
-            f"actor_rollout_ref.rollout.name: got {rollout.name}, which has no digest_rule in ENGINES and samples in "
-            f"the trainer's process alone; elsewhere there are {able}"
-        )
+    return resolve_name(_rule_of(rollout))(rollout, model)
 
 
 def check_placement(config: RolloutConfig, share: Share = ALONE) -> None:
@@ -102,7 +88,7 @@ def check_placement(config: RolloutConfig, share: Share = ALONE) -> None:
     """
     if config.is_elsewhere:
         # Both checks come before the model is loaded, which may take minutes.
-        check_elsewhere(config)
+        _rule_of(config)
         resolve_name(ELSEWHERE[config.placement].check)(config, share)
 
 
@@ -115,3 +101,15 @@ def check_engine(name: str) -> None:
     check = ENGINES[name].check
     if check is not None:
         resolve_name(check)()
+
+
+def _rule_of(rollout: RolloutConfig) -> str:
+    """``EngineEntry.digest_rule`` of an engine that can run elsewhere."""
+    rule = ENGINES[rollout.name].digest_rule
+    if rule is None:
+        able = ", ".join(name for name, entry in ENGINES.items() if entry.digest_rule)
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name: got {rollout.name}, which has no digest_rule in ENGINES and samples in "
+            f"the trainer's process alone; elsewhere there are {able}"
+        )
+    return rule

@@ -1,12 +1,13 @@
 """The engine ``diffusers``: the actor's transformer with another adapter, or a copy in another precision."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from flowgrpo_rc.checks import choice
@@ -27,8 +28,10 @@ from flowgrpo_rc.models.sharding import gathered_once
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, check_has_adapter
 from flowgrpo_rc.rollout.config import QUANTIZATIONS, RolloutConfig
 from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
-from flowgrpo_rc.rollout.quantize import round_fp8_rows, round_linear_weights
 from flowgrpo_rc.rollout.sampling import RequestSampler
+
+FP8_MAX = 448.0
+"""Largest finite value of ``float8_e4m3fn``: sign, 4 exponent and 3 mantissa bits, no infinity."""
 
 
 class DiffusersEngine:
@@ -148,7 +151,9 @@ class DiffusersEngine:
         sampler = RequestSampler(self._model, self.transformer, request, self._device)
         micro_batches = torch.arange(len(request.prompt_index)).split(self._micro_batch_size)
         sampled: list[tuple[Tensor, dict[str, Tensor]]] = []
-        with self._sampling():
+        gathered = gathered_once(self.transformer) if self._gathers else nullcontext()
+        # An actor's blocks may be compiled. Compiling them again for the engine's shapes would cost minutes.
+        with adapter_active(self.transformer, self.adapter), torch.compiler.set_stance("force_eager"), gathered:
             for rows in micro_batches:
                 images, steps = sampler.sample(rows)
                 sampled.append((images, steps))
@@ -158,17 +163,6 @@ class DiffusersEngine:
         # Read from the weights after drawing, so that a change meanwhile is noticed.
         echo = sampler.echo(adapter_version=self.adapter_version, adapter_digest=self._held_digest())
         return Trajectories(torch.cat([images for images, _ in sampled]), batch_of(record, request), echo)
-
-    @contextmanager
-    def _sampling(self) -> Iterator[None]:
-        """Inside, the transformer has the engine's adapter and computes as the engine does."""
-        with ExitStack() as stack:
-            stack.enter_context(adapter_active(self.transformer, self.adapter))
-            # An actor's blocks may be compiled. Compiling them again for the engine's shapes would cost minutes.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if self._gathers:
-                stack.enter_context(gathered_once(self.transformer))
-            yield
 
     def _held_digest(self) -> str:
         return self._digest(adapter_parameters(self.transformer, self.adapter))
@@ -208,7 +202,7 @@ def _copy_transformer(transformer: nn.Module) -> nn.Module:
 
 
 def _convert(transformer: nn.Module, dtype: torch.dtype) -> None:
-    """Bring a base model into ``dtype``, parameter by parameter, so that no second set of them is ever there."""
+    """Bring a base model into ``dtype``."""
     for name, parameter in transformer.named_parameters():
         # In place, so that no second set of all parameters ever exists.
         parameter.data = parameter.data.to(_held_in(transformer, name, dtype))
@@ -217,3 +211,31 @@ def _convert(transformer: nn.Module, dtype: torch.dtype) -> None:
             # Buffers that are in no file keep the dtype in which the class makes them.
             if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))
+
+
+@torch.no_grad()
+def round_fp8_rows(weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+    """``weight`` rounded through ``float8_e4m3fn`` with one scale per output row, absmax / 448; dtype unchanged.
+
+    A row's largest element lands on 448 and comes back exactly, so rounding twice is rounding once. Rows of zeros stay
+    zero. A row that is not finite becomes NaN. Every device gives the same bits.
+    """
+    wide = weight.float()
+    # A tensor: CUDA multiplies by the rounded reciprocal of a plain number, where a host divides.
+    fp8_max = torch.full((), FP8_MAX, device=weight.device)
+    absmax = wide.abs().amax(dim=1, keepdim=True)
+    absmax = torch.where(absmax == 0, 1.0, absmax)  # a row of zeros would be divided by 0
+    codes = (wide / absmax * fp8_max).to(torch.float8_e4m3fn)
+    return (codes.float() / fp8_max * absmax).to(weight.dtype)
+
+
+def round_linear_weights(module: nn.Module, *, adapter: bool) -> None:
+    """Give every ``nn.Linear`` in ``module`` a weight of its own, rounded; biases and all else stay as they are.
+
+    Args:
+        module: a transformer. The tensors that its linear layers held before are left untouched.
+        adapter: round the LoRA matrices alone (true) or all others (false).
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and (".lora_" in name) is adapter:
+            layer.weight = nn.Parameter(round_fp8_rows(layer.weight), requires_grad=False)

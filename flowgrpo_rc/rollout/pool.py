@@ -377,33 +377,29 @@ class RolloutPool:
             member.holds = adapter
 
     def _draw(self, member: _Member, chunk: _Chunk) -> None:
+        request = chunk.request
         try:
             if member.holds is not chunk.adapter:
                 self._give(member, chunk.adapter)
-            self._draw_with_adapter(member, chunk)
-        except EngineLostError:
-            with self._changed:
-                # In front, because the trainer waits for the chunks in order.
-                self._chunks.appendleft(chunk)
-            raise
-
-    def _draw_with_adapter(self, member: _Member, chunk: _Chunk) -> None:
-        rows = len(chunk.request.prompt_index)
-        try:
-            with self._working(member, "draw", rows=rows, version=chunk.adapter.held.version):
-                part = member.handle.generate(chunk.request)
+            version = chunk.adapter.held.version
+            with self._working(member, "draw", rows=len(request.prompt_index), version=version):
+                part = member.handle.generate(request)
                 _check_part(chunk, part)
         except EngineLostError as error:
             # Engines that go down together, with their node, count once: all but the first were lost before they were
             # given the chunk.
-            if member.last_answer > chunk.last_loss:
+            if member.holds is chunk.adapter and member.last_answer > chunk.last_loss:
                 chunk.losses += 1
                 chunk.last_loss = time.perf_counter()
             if chunk.losses == LOSSES_OF_A_CHUNK:
+                first = int(request.request_id.rpartition("/")[2])
                 raise RolloutError(
-                    f"images {_shown_rows(chunk)} of a rollout have cost {chunk.losses} engines one after the other, "
-                    f"the last one {member.handle.name}: {one_line(error)}"
+                    f"images {first} to {first + len(request.prompt_index) - 1} of a rollout have cost {chunk.losses} "
+                    f"engines one after the other, the last one {member.handle.name}: {one_line(error)}"
                 ) from error
+            with self._changed:
+                # In front, because the trainer waits for the chunks in order.
+                self._chunks.appendleft(chunk)
             raise
         with self._changed:
             chunk.rollout.deliver(chunk, part)
@@ -483,8 +479,3 @@ def _check_part(chunk: _Chunk, part: Trajectories) -> None:
             f"{part.echo.request_id}; the engine has mixed up its results"
         )
     check_adapter(chunk.adapter.held, part.echo.adapter_version, part.echo.adapter_digest)
-
-
-def _shown_rows(chunk: _Chunk) -> str:
-    first = int(chunk.request.request_id.rpartition("/")[2])
-    return f"{first} to {first + len(chunk.request.prompt_index) - 1}"

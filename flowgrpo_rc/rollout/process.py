@@ -11,7 +11,6 @@ from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.processes import RemoteObject, without_process_group
 from flowgrpo_rc.rollout.base import RolloutHandle
-from flowgrpo_rc.rollout.build import check_elsewhere
 from flowgrpo_rc.rollout.config import EngineTimeouts, RolloutConfig, Share, device_groups
 from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.rollout.handle import EngineHandle
@@ -72,11 +71,10 @@ class ProcessHandle(EngineProcess):
         number: distinguishes it from the other engines in messages.
 
     Raises:
-        ValueError: this process does not see the device, or the engine runs in the trainer's process only.
+        ValueError: this process does not see the device.
     """
 
     def __init__(self, rollout: RolloutConfig, model: ModelConfig, device: str, number: int = 0) -> None:
-        check_elsewhere(rollout)
         check_devices(device)
         # With another number of threads the last bits differ.
         threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}

@@ -6,6 +6,7 @@ cause. The checks compare a batch's scalars and make one pass over the latents, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NoReturn
 
 import torch
@@ -16,11 +17,11 @@ from flowgrpo_rc.batch import Key
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import DiffusionModel, Schedule
 from flowgrpo_rc.rollout.base import Echo, RolloutRequest, RolloutSyncError, Trajectories
+from flowgrpo_rc.rollout.sampling import SCALARS
 
 TOLERANCE = 1e-6
 """Largest relative difference between two float32 computations of one schedule."""
 
-_SCALARS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.ROLLOUT_LOG_PROBS)
 _SCHEDULE_CAUSE = (
     "the engine's scheduler differs from the model's: shift, dynamic shifting, number of steps, image size"
 )
@@ -90,7 +91,7 @@ def check_echo(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
     true_cfg_scale = 1.0 if cond.negative is None else cond.true_cfg_scale
     stochastic = request.window_starts is not None
     _check("request id", echo.request_id, request.request_id, _ORDER_CAUSE)
-    _check_seeds(list(request.seeds), list(echo.seeds))
+    _check("seeds", list(echo.seeds), list(request.seeds), f"it drew from streams of its own, or {_ORDER_CAUSE}")
     _check_floats("sigmas", echo.sigmas, schedule.sigmas, _SCHEDULE_CAUSE)
     _check_floats("timesteps", echo.timesteps, schedule.timesteps, _SCHEDULE_CAUSE)
     _check("true_cfg_scale", echo.true_cfg_scale, true_cfg_scale, _GUIDANCE_CAUSE)
@@ -112,12 +113,12 @@ def check_trajectories(request: RolloutRequest, trajectories: Trajectories, sche
     if batch is None:
         _refuse("recorded steps", "none", f"{request.window_size} an image", "the engine sampled without noise")
     latents = (Key.LATENTS, Key.NEXT_LATENTS, *([Key.ROLLOUT_MEANS] if request.record_means else []))
-    absent = {Key.PROMPT_INDEX, *_SCALARS, *latents} - set(batch.keys())
+    absent = {Key.PROMPT_INDEX, *SCALARS, *latents} - set(batch.keys())
     if absent:
         _refuse("recorded steps", f"no {', '.join(sorted(absent))}", "them all", "the engine records too little")
     _check(Key.PROMPT_INDEX, _listed(batch[Key.PROMPT_INDEX]), _listed(request.prompt_index), _ORDER_CAUSE)
     window = (size, request.window_size)
-    for name in _SCALARS:
+    for name in SCALARS:
         _check_shape(name, batch[name], window)
     for name in latents:
         _check_shape(name, batch[name], (*window, *batch[Key.LATENTS].shape[2:]))
@@ -149,15 +150,8 @@ def check_starting_noise(request: RolloutRequest, trajectories: Trajectories, mo
             )
 
 
-def _check_seeds(expected: list[int], got: list[int]) -> None:
-    # The same seeds in another order point to mixed-up results, not to other streams.
-    if got != expected and sorted(got) == sorted(expected):
-        row = next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)
-        _refuse(f"seeds: the same in another order, first at row {row}", got[row], expected[row], _ORDER_CAUSE)
-    _check("seeds", got, expected, "the engine drew from streams of its own")
-
-
 def _check_values(batch: TensorDict) -> None:
+    """Check that everything is finite float32, and that latents went through no narrower dtype and back."""
     for name, tensor in batch.exclude(Key.PROMPT_INDEX).items():
         if tensor.dtype != torch.float32:
             _refuse(f"dtype of {name}", dtype_name(tensor.dtype), "float32", "the engine stores in its compute dtype")
@@ -167,16 +161,11 @@ def _check_values(batch: TensorDict) -> None:
                 f"{name}: not finite for {len(rows)} of {len(tensor)} images (rows {_shown(rows)}), expected finite "
                 "numbers; the engine's precision may be too low: try actor_rollout_ref.rollout.dtype=float32"
             )
-    for name in (Key.LATENTS, Key.NEXT_LATENTS):
-        _check_width(name, batch[name].flatten(1))
-
-
-def _check_width(name: str, flat: Tensor) -> None:
-    """Check that no row went through a narrower dtype and back."""
-    # Every element of such a row survives that dtype; of a float32 row hardly any does.
-    # A sample suffices: a row that was rounded once survives in every element.
-    sample = flat[:, :: max(1, flat.shape[1] // _SAMPLE)]
-    for dtype in (torch.bfloat16, torch.float16):
+    for name, dtype in product((Key.LATENTS, Key.NEXT_LATENTS), (torch.bfloat16, torch.float16)):
+        # Every element of a row that was rounded once survives that dtype, so that a sample suffices; of a float32 row
+        # hardly any does.
+        flat = batch[name].flatten(1)
+        sample = flat[:, :: max(1, flat.shape[1] // _SAMPLE)]
         rounded = (sample.to(dtype).float() == sample).all(1)
         if rounded.any():
             _refuse(

@@ -7,39 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutConfig, RolloutEngine, build_engine
 from flowgrpo_rc.rollout.build import check_engine
-from flowgrpo_rc.rollout.config import VllmOmniConfig
 from flowgrpo_rc.rollout.engines import ENGINES, EngineEntry
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-
-SECTION = "actor_rollout_ref.rollout.vllm_omni"
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"start_timeout_s": 0.0}, r"vllm_omni.start_timeout_s: got 0.0; give a number above 0"),
-        ({"request_timeout_s": -1.0}, r"vllm_omni.request_timeout_s: got -1.0; give a number above 0"),
-        ({"sync_timeout_s": float("nan")}, r"vllm_omni.sync_timeout_s: got nan; (.*; )?give a number"),
-        (
-            {"close_timeout_s": float("inf")},
-            r"vllm_omni.close_timeout_s: got inf; (.*; )?give a number",
-        ),
-        ({"silence_timeout_s": 1.0}, r"vllm_omni.silence_timeout_s: got 1.0; .* so give at least 3"),
-    ],
-)
-def test_timeouts_that_make_no_sense(values, says):
-    with pytest.raises(ValueError, match=f"actor_rollout_ref.rollout.{says}"):
-        VllmOmniConfig(**values)
-
-
-def test_timeouts_come_from_the_command_line():
-    overrides = [f"{SECTION}.start_timeout_s=1200", f"{SECTION}.sync_timeout_s=7.5"]
-    got = compose("tiny_qwen_image_ocr", overrides).actor_rollout_ref.rollout.vllm_omni
-    assert got == VllmOmniConfig(start_timeout_s=1200.0, sync_timeout_s=7.5)
 
 
 def test_the_other_engine_is_in_this_process(tiny_model):

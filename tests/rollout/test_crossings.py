@@ -75,7 +75,7 @@ OF_THE_FAMILY = {
     "tiny_z_image_model": {("diffusers/models/transformers/transformer_z_image.py", "to device"): 3},
     "tiny_model": {
         # The VAE's means and deviations, made anew for every call.
-        ("models/qwen_image.py", "to device"): 2 * BATCHES,
+        ("models/base.py", "to device"): 2 * BATCHES,
         # Two tables of positions at the first call; of prompts with a mask, their length at every call.
         ("diffusers/models/transformers/transformer_qwenimage.py", "to device"): 2 + BATCHES * STEPS,
     },

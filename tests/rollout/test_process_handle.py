@@ -13,7 +13,7 @@ from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout import EngineLostError, RolloutConfig, RolloutError, RolloutPool, build_engine
 from flowgrpo_rc.rollout.base import RolloutHandle
-from flowgrpo_rc.rollout.build import digest_rule
+from flowgrpo_rc.rollout.build import check_placement, digest_rule
 from flowgrpo_rc.rollout.config import ProcessConfig
 from flowgrpo_rc.rollout.engines import ENGINES, EngineEntry
 from flowgrpo_rc.rollout.process import ProcessHandle
@@ -60,25 +60,6 @@ def test_what_it_answers_with_an_error_leaves_it_running(started, beside, tiny_m
     with pytest.raises(RolloutError, match=r"non-finite latents for 2 images"):
         started.generate(request_for(tiny_model))
     assert started.pid == pid
-
-
-def test_killed_and_started_anew_it_needs_the_adapter_again(started, beside, tiny_model):
-    engine, state = beside
-    request = request_for(tiny_model)
-    started.sync(state, 1)
-    pid = started.pid
-    # Stopped first, so that it is in the midst of the call for certain.
-    os.kill(pid, signal.SIGSTOP)
-    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-    with pytest.raises(EngineLostError, match=f"its process {pid} died of signal 9 while sampling") as caught:
-        started.generate(request)
-    assert "\n" not in str(caught.value)
-    started.start()
-    with pytest.raises(RolloutError, match=r"has no adapter yet: call sync\(\) before generate") as no:
-        started.generate(request)
-    assert not isinstance(no.value, EngineLostError)
-    started.sync(state, 1)
-    assert_same_bits(started.generate(request), engine.generate(request))
 
 
 def answer_and_sync(pool, pending, state):
@@ -131,4 +112,4 @@ def test_what_cannot_run_elsewhere_is_refused_before_anything_is_started(monkeyp
         ProcessHandle(ROLLOUT, MODEL, "cuda:1")
     monkeypatch.setitem(ENGINES, "dark", EngineEntry("nowhere:Dark"))
     with pytest.raises(ValueError, match="rollout.name: got dark, which has no digest_rule"):
-        ProcessHandle(RolloutConfig(name="dark"), MODEL, "cpu")
+        check_placement(RolloutConfig(name="dark", placement="process"))

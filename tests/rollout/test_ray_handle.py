@@ -16,7 +16,7 @@ from test_engine_alone import MODEL
 from tests_support import TIMEOUT, alive, descendants, end, wait_until
 
 from flowgrpo_rc.rollout import EngineLostError, RolloutConfig
-from flowgrpo_rc.rollout.build import build_engine_alone, check_placement
+from flowgrpo_rc.rollout.build import check_placement
 from flowgrpo_rc.rollout.config import ProcessConfig, RayConfig, Share
 from flowgrpo_rc.rollout.ray import handle
 from flowgrpo_rc.rollout.ray.actor import EngineActor
@@ -122,45 +122,6 @@ def test_a_ray_of_our_own_obeys_its_trainer_alone(monkeypatch):
 
 def test_an_engine_finds_its_gpus_numbered_from_0():
     assert [actor_device(number) for number in (0.0, 0.5, 1.0, 2.0)] == ["cpu", "cuda:0", "cuda:0", "cuda:0+cuda:1"]
-
-
-def test_vllm_omni_takes_all_of_them(monkeypatch):
-    from flowgrpo_rc.rollout.vllm_omni import engine
-
-    made = {}
-
-    class Handle:
-        def __init__(self, config, model, lora, devices, timeouts, **more):
-            made["devices"] = devices
-
-        def start(self):
-            made["started"] = True
-
-    monkeypatch.setattr(engine, "VllmOmniHandle", Handle)
-    rollout = RolloutConfig(name="vllm_omni", placement="ray", ray=RayConfig(num_gpus=2.0))
-    build_engine_alone(rollout, MODEL, actor_device(2.0))
-    assert made["devices"] == ["cuda:0", "cuda:1"]
-    assert made["started"]
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"num_gpus": -1.0}, "ray.num_gpus: got -1.0; give 0 or more"),
-        ({"num_gpus": 1.5}, "ray.num_gpus: got 1.5; Ray gives a share of one GPU or whole GPUs"),
-        ({"num_cpus": -1.0}, "ray.num_cpus: got -1.0; give 0 or more"),
-        ({"address": "ray://node0:10001"}, "ray.address: got 'ray://node0:10001', .*ray start --address=HEAD:6379"),
-    ],
-)
-def test_settings_that_make_no_sense(values, says):
-    with pytest.raises(ValueError, match=f"actor_rollout_ref.rollout.{says}"):
-        RayConfig(**values)
-
-
-def test_several_gpus_are_for_an_engine_that_can_use_them():
-    with pytest.raises(ValueError, match=r"ray.num_gpus: got 2; the diffusers engine computes on one device"):
-        config(num_gpus=2.0)
-    RolloutConfig(name="vllm_omni", placement="ray", ray=RayConfig(num_gpus=2.0))
 
 
 @pytest.mark.parametrize("place", ["cluster_resources", "remote", "put"])

@@ -20,7 +20,6 @@ from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.processes import ProcessLostError, RemoteError
 from flowgrpo_rc.rollout.base import EngineLostError
-from flowgrpo_rc.rollout.build import check_elsewhere
 from flowgrpo_rc.rollout.config import ALONE, JOINED, RolloutConfig, Share
 from flowgrpo_rc.rollout.handle import EngineHandle
 from flowgrpo_rc.rollout.ray.actor import LIFE, EngineActor
@@ -64,11 +63,10 @@ def ray_handles(
     Connects to Ray, or starts it on this machine; then it keeps off the trainer's ``device``. ``model`` is not needed.
 
     Raises:
-        ImportError, ValueError: see ``check_cluster``; or the engine runs in the trainer's process only.
+        ImportError, ValueError: see ``check_cluster``.
         EngineLostError: no cluster answers at the address.
     """
     check_cluster(rollout, share)
-    check_elsewhere(rollout)
     cluster = _Cluster(rollout, lora, device)
     return [RayHandle(cluster, index) for index in range(rollout.engines)]
 
