@@ -1,7 +1,5 @@
 """Small checks that many modules share; each error names the field, the value and the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 

@@ -16,7 +16,6 @@ class Dtype:
 
     where: str
     """``module:name`` of the torch dtype."""
-
     fit_for_training: bool = True
     """AdamW's eps and squared gradients are within its range, so that trained weights may have this precision."""
 

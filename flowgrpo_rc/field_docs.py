@@ -4,8 +4,6 @@ Python keeps no such text at run time. ``documented_fields`` reads it from the s
 read, so that importing a configuration parses nothing. A field with a nested section has the section's docstring.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

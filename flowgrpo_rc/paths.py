@@ -1,7 +1,5 @@
 """Paths of the files that are shipped: beside the package in a checkout, inside it in an installed wheel."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

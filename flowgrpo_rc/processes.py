@@ -7,8 +7,6 @@ it ends or when the parent does, whatever it is doing then. ``ChildProcess`` is 
 one that holds an object whose methods the parent calls.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """A prompt: a text, and the reference images that a model edits or follows."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Iterable

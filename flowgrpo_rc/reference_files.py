@@ -4,8 +4,6 @@ The check reads an image's header and finds a file that is cut off: by the check
 Files of other formats are decoded.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import warnings

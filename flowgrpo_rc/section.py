@@ -4,8 +4,6 @@ A class declares types and ranges in its annotations, and rules between fields i
 collects everything that is wrong with it and its nested sections, and raises it as one error. Loads no torch.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import math

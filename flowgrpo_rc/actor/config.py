@@ -1,7 +1,5 @@
 """The configuration of the actor: objective, optimizer and rollout correction. Importing this loads no torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,42 +42,32 @@ class DiffusionLossConfig(Section):
     """The objective, one of ``loss.objectives.OBJECTIVES``. ``flow_grpo`` clips the ratio as PPO does; ``dance_grpo``
     is the same for rollouts with ``sde_type=dance_sde``; ``grpo_guard`` first takes the timestep's bias and scale out
     of the ratio; ``flow_dppo`` has a KL trust region instead of a clip band."""
-
     clip_ratio: PositiveFloat | Annotated[str, Check(lambda word: word == "auto", "give a number or auto")] = 1e-4
     """Half width of the clip band, the range around 1 in which ``pi_theta/pi_old`` earns a gradient. Log-probs are
     means over the latent dimensions, so ratios move by 1e-5 to 1e-2. In bypass mode the clip band must be at least four
     times as wide as the mean off-policy gap. With ``auto``, in bypass mode alone, its half width at each timestep is
     three times the 90 % quantile of the gap that rescoring measures there, within ``auto_clip_min`` and
     ``auto_clip_max``."""
-
     auto_clip_min: PositiveFloat = 1e-4
     """Least half width of the clip band with ``clip_ratio=auto``."""
-
     auto_clip_max: PositiveFloat = 1e-2
     """Largest half width of the clip band with ``clip_ratio=auto``."""
-
     clip_ratio_low: PositiveFloat | None = None
     """Half width of the clip band below 1; null takes ``clip_ratio``."""
-
     clip_ratio_high: PositiveFloat | None = None
     """Half width of the clip band above 1; null takes ``clip_ratio``."""
-
     clip_ratio_c: Annotated[float, Check(lambda bound: bound > 1, "give a number above 1")] | None = 3.0
     """The dual clip of tokens: where the advantage ``A`` is negative, the loss is at most ``-A * clip_ratio_c``. Null
     sets no such bound."""
-
     kl_mask_threshold: PositiveFloat = 1e-5
     """Trust region of ``flow_dppo``: the KL per latent dimension beyond which an update may not move further away."""
-
     adv_clip_max: PositiveFloat = 5.0
     """Advantages of images are clamped to ``+-adv_clip_max``; those of tokens are not."""
-
     loss_agg_mode: Annotated[str, one_of(AGGREGATIONS)] = "token-mean"
     """How losses of tokens become one number, one of ``loss.aggregation.AGGREGATIONS``: ``token-mean`` is the mean over
     all kept tokens; the others are means over the sequences with a kept token, of their tokens' sum
     (``seq-mean-token-sum``), mean (``seq-mean-token-mean``) or sum divided by ``loss_scale_factor``
     (``seq-mean-token-sum-norm``)."""
-
     loss_scale_factor: PositiveFloat | None = None
     """Divisor of ``seq-mean-token-sum-norm``; null takes ``T``, the padded length."""
 
@@ -119,22 +107,16 @@ class OptimizerConfig(Section):
 
     lr: PositiveFloat = 1e-4
     """Learning rate."""
-
     betas: Betas = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates of AdamW's two moments."""
-
     eps: PositiveFloat = 1e-8
     """Added to the root of AdamW's second moment."""
-
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
-
     lr_scheduler_type: Annotated[str, one_of(LR_SCHEDULERS)] = "constant"
     """Schedule over the run's optimizer steps; one of ``LR_SCHEDULERS``."""
-
     lr_warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises linearly; the schedule ``constant`` has none."""
-
     lr_warmup_steps_ratio: Annotated[
         float, Check(lambda share: 0 <= share <= 1, "give a share of the run, from 0 to 1")
     ] = 0.0
@@ -184,53 +166,40 @@ class DiffusionActorConfig(Section):
 
     ppo_mini_batch_size: PositiveInt = 8
     """Prompts per optimizer step, over all processes; each brings ``rollout.n`` images."""
-
     ppo_micro_batch_size_per_gpu: PositiveInt = 16
     """Images per forward and backward pass on one process; each brings its whole SDE window."""
-
     ppo_micro_batch_rows: PositiveInt | None = None
     """Rows per forward and backward pass on one process, at most; a row is one SDE step of one image. It takes the
     place of ``ppo_micro_batch_size_per_gpu`` and may cut the window of an image, so that 1 needs the least memory; the
     result does not depend on it. If the correction decides by an image's whole window (``rollout_is=sequence``,
     criteria ``seq_...``, a veto), whole windows go together if they fit into that many rows. Otherwise a scoring pass
     without gradients comes before each update whose log-probs are not known yet. Null counts images."""
-
     ppo_epochs: PositiveInt = 1
     """Passes over one batch of rollouts."""
-
     score: Annotated[str, one_of(("auto", "always"))] = "auto"
     """Scoring pass of decoupled mode. ``auto`` skips the first mini-batch: until the first optimizer step of a batch
     the current policy is the old one, so the update's own first forward pass supplies its log-probs. ``always`` scores
     everything."""
-
     grad_clip: PositiveFloat = 1.0
     """Largest norm of the gradient of all LoRA weights."""
-
     ema_decay: Annotated[float, Check(lambda decay: 0 < decay < 1, "give a number between 0 and 1")] | None = None
     """Keep a moving average of the LoRA weights: ``d * average + (1 - d) * weights`` after every optimizer step, with
     ``d = min(ema_decay, (1 + k) / (10 + k))`` for step ``k`` (counted from 0, where ``d`` is 0). Validation samples
     with it, and the run folder gets it as ``lora_ema/``; null: none."""
-
     use_kl_loss: bool = False
     """Add ``kl_loss_coef`` times the KL to the model with its adapter switched off."""
-
     kl_loss_coef: NonNegativeFloat = 0.001
     """Weight in the loss of the KL to the model with its adapter switched off."""
-
     detach_unconditional: bool = False
     """Leave the unconditional half of a guided velocity out of the gradient and compute it without a graph: about a
     quarter less work in an update and half its activations. This is flow_grpo's gradient, ``true_cfg_scale`` times the
     conditional half's, and not the log-prob's own."""
-
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
     """The objective and its limits; a mapping of the section's keys will do."""
-
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer and its learning-rate schedule; a mapping of the section's keys will do."""
-
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """How the frozen weights are divided over processes; a mapping of the section's keys will do."""
-
     rollout_correction: Annotated[Any, Read(read_correction)] = field(default_factory=dict)
     """A ``RolloutCorrectionConfig``, a mapping of its keys, or null (metrics only). In the trainer it is
     ``algorithm.rollout_correction``."""

@@ -4,8 +4,6 @@ Hydra reads the files and the grammar of overrides. Settings stay apart from the
 of other trainers can be translated (``foreign.py``). All refusals are reported together.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

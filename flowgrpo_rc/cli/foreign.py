@@ -4,8 +4,6 @@
 more than a key and a value: the correction's two places, algorithms, reward functions and numbers of processes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

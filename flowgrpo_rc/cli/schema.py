@@ -1,7 +1,5 @@
 """The configuration classes as dotted keys, and settings as a flat mapping of such keys to values."""
 
-from __future__ import annotations
-
 import copy
 import difflib
 import re

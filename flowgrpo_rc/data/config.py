@@ -1,7 +1,5 @@
 """The section ``data`` of a configuration: prompt files and batch sizes. Names follow verl."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,25 +20,18 @@ class DataConfig(Section):
 
     train_files: Any = ""
     """Path of the file of training prompts (.txt, .jsonl or .parquet), or a list of paths."""
-
     val_files: Any = ""
     """Path of the file of held-out prompts for validation, or a list of paths. Without one there is no validation."""
-
     train_batch_size: _Count = 8
     """Number of prompts per step, over all processes; each is sampled ``actor_rollout_ref.rollout.n`` times."""
-
     train_max_samples: _Count | None = None
     """Largest number of training prompts that are used, the first ones; null for all."""
-
     val_max_samples: _Count | None = None
     """Largest number of validation prompts that are used, the first ones; null for all."""
-
     prompt_key: Annotated[str, Check(bool, "name the column that holds the prompt")] = "prompt"
     """Column (parquet) or key (jsonl) of the prompt: a string, or chat messages whose last one of the user counts."""
-
     shuffle: bool = True
     """Visit the training prompts in a new random order every epoch."""
-
     seed: Annotated[int, Check(lambda seed: seed >= 0, "it must be 0 or more")] = 42
     """Seed of the random order in which the training prompts are visited."""
 

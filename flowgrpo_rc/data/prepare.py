@@ -1,7 +1,5 @@
 """Known data sets turned into the parquet files that training reads."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from os import PathLike
@@ -24,10 +22,8 @@ class PreparedFile:
 
     path: Path
     """Place on the disk."""
-
     split: str
     """``train`` or ``test``."""
-
     num_prompts: int
     """Its number of rows."""
 

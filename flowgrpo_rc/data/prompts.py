@@ -3,8 +3,6 @@
 To add a format, write a reader and add a line to ``READERS``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -35,16 +33,12 @@ class PromptRecord:
 
     prompt: str
     """Text of the image."""
-
     negative_prompt: str | None = None
     """Negative prompt of classifier-free guidance; None if the data set has none."""
-
     images: tuple[ReferenceImage, ...] = ()
     """Reference images, for the families that take them."""
-
     metadata: dict[str, Any] = field(default_factory=dict)
     """The other columns of the row, for reward functions, and ``images`` where there are any."""
-
     source: str = ""
     """Place in the file, for messages: ``train.txt:3`` is line 3, ``train.parquet:3`` is row 3, counted from 1."""
 

@@ -1,7 +1,5 @@
 """Sampler of prompt batches: endless, reproducible, resumable."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -11,8 +11,6 @@ off-policy gap then gives the share of a batch that lies beyond the limit before
 Nothing here imports torch: functions of tensors use only their operators and methods.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass

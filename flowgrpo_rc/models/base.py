@@ -156,28 +156,21 @@ class DiffusionModel(ABC):
     default_lora_targets: tuple[str, ...]
     longest_prompt: int
     """The largest ``max_sequence_length`` that ``encode`` takes."""
-
     text_width = "joint_attention_dim"
     """Entry of the transformer's configuration that holds the width of a prompt's embeddings."""
-
     masks_prompts: bool
     """The transformer takes a mask of each prompt's padding and ignores the padding."""
-
     instructs_prompts: bool = False
     """The pipeline puts an instruction before prompts, but not before negative ones. ``encode`` then takes negative
     prompts as ``Prompt(text, negative=True)``; a blank text always is one."""
     masks_attention = False
     """The attention takes a mask, but not one that removes the padding."""
-
     solver_spaces_levels = False
     """The pipeline leaves the spacing of the noise levels to a scheduler with ``use_flow_sigmas``."""
-
     scheduler_spaces_levels = False
     """The pipeline leaves the spacing of the noise levels, and their shift, to any scheduler."""
-
     shifts_latents = True
     """The pipeline adds the VAE's ``shift_factor``, if it has one, before it decodes."""
-
     keeps_conditional_norm = False
     """The pipeline gives every row of a guided velocity the length of its conditional prediction."""
 

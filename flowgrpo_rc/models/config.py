@@ -1,7 +1,5 @@
 """The trained model and its LoRA: two sections of the configuration. Importing this loads no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -43,58 +41,44 @@ class ModelConfig(Section):
 
     path: PathOrEmpty = ""
     """Folder or hub name of a diffusers pipeline. ``asset:tiny_qwen_image`` is the tiny model of this package."""
-
     algorithm: Annotated[str, one_of(ALGORITHMS)] = "flow_grpo"
     """The RL algorithm; one of ``ALGORITHMS``."""
-
     dtype: Annotated[str, one_of(DTYPES)] = "float32"
     """Precision of the frozen weights in the actor."""
-
     timestep_dtype: Annotated[str, one_of((AS_ROLLOUT,))] | None = None
     """How the actor rounds the timestep, and a guidance scale that is embedded, before it embeds them. null: as its own
     precision does. ``rollout``: as ``rollout.dtype`` does in the engine, so that both embed the same numbers and this
     part of the off-policy gap is gone. It acts where the engine computes in a lower precision than the actor, in
     families that round them."""
-
     lora_dtype: Annotated[str, one_of(TRAINED_DTYPES)] = "float32"
     """Precision of the LoRA weights, their gradients and their optimizer's moments."""
-
     lora_rank: Rank = 16
     """Rank of the LoRA matrices."""
-
     lora_alpha: PositiveInt = 32
     """Numerator of the LoRA's scale: the update is multiplied by ``lora_alpha / lora_rank``."""
-
     lora_init_weights: Annotated[str, one_of(("gaussian", "default"))] = "gaussian"
     """How the first LoRA matrix starts: ``gaussian`` or ``default`` (Kaiming). The second starts at 0 in both."""
-
     target_modules: Any = None
     """Names of the modules that get a LoRA. ``all-linear`` stands for every linear layer, null for the model family's
     attention layers."""
-
     lora_adapter_path: PathText | None = None
     """Folder of a LoRA in diffusers' format to start from. Its rank and targets must be the ones given here, and its
     alpha too unless it equals the rank, as in a run's ``lora/``; such a LoRA is converted to the alpha given here."""
-
     enable_gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, about a third more compute, the same numbers. null turns
     it on for transformers above ``CHECKPOINTING_FROM`` parameters."""
-
     torch_compile: bool = False
     """Compile the actor's transformer blocks. The rollout engine's are not compiled, so the off-policy gap gains the
     compiler's rounding. The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""
-
     batch_guidance: bool = True
     """Compute the conditional and the unconditional half of classifier-free guidance in one call of the transformer, in
     engine and actor alike. It is faster wherever calls, not multiplications, take the time. False makes two calls with
     half the rows each, equal to rounding: for a device without memory for twice ``rollout.micro_batch_size`` rows, or
     for prompts much longer than the negative ones, which one call pads to their length."""
-
     prompt_store: PathText | None = None
     """Folder for the embeddings of prompts, which are made once for all runs and processes; the text encoder is loaded
     only for prompts that are missing there. null is a folder for each text encoder in
     ``~/.cache/flowgrpo_rc/prompts`` (``$FLOWGRPO_RC_CACHE/prompts``). ``flowgrpo-rc encode-prompts`` fills it ahead."""
-
     attn_backend: Annotated[str, one_of(ATTENTION_BACKENDS)] | None = None
     """How the actor's transformer computes attention: one of diffusers' attention backends, tried before the model is
     loaded. Null is diffusers' default, torch's ``scaled_dot_product_attention``. The engine has
@@ -141,14 +125,11 @@ class FSDPConfig(Section):
     shard: bool = False
     """Shard the transformer's frozen weights: each process keeps a slice and gathers a block to compute it. Every
     process holds the whole LoRA. The numbers equal those of a run without sharding."""
-
     fsdp_size: Annotated[int, Check(lambda size: size == -1 or size > 0, "give a number above 0")] = -1
     """With ``shard``, how many processes of a node share one copy of the weights; -1: all of the node."""
-
     param_offload: bool = False
     """With ``shard``, whether the slices lie in the host's memory. Every block then crosses to the GPU at every
     forward. Without ``shard`` nothing is offloaded."""
-
     reshard_after_forward: bool = True
     """With ``shard``, whether a block's gathered weights are given up after its forward. ``false`` keeps the whole
     transformer gathered from the first forward until a backward pass has used it."""

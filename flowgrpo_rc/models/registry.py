@@ -5,8 +5,6 @@ To add one, write its adapter, a subclass of ``base.DiffusionModel``, in a file 
 names of the same pipelines in vllm-omni.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
@@ -16,27 +14,20 @@ class FamilyEntry:
 
     adapter: str
     """Import path of the adapter, as ``module:class``."""
-
     guidance_scale_is_cfg: bool = False
     """The pipeline's ``guidance_scale`` is the scale of classifier-free guidance, ``true_cfg_scale`` here. The
     transformer of such a family embeds no guidance."""
-
     cfg_above_guidance: float = 0.0
     """With ``guidance_scale_is_cfg``, ``true_cfg_scale`` minus that ``guidance_scale``: 1 if the pipeline adds
     ``guidance_scale`` times the difference to the conditional velocity, not to the unconditional one."""
-
     takes_cfg: bool = True
     """The pipeline takes negative prompts. One whose transformer embeds the guidance may take none."""
-
     negative_prompt: str = ""
     """Default negative prompt of the pipeline."""
-
     images: tuple[int, int] = (0, 0)
     """Fewest and most reference images of a prompt."""
-
     dispatches_attention: bool = True
     """The transformer's attention goes through diffusers' dispatcher, so that ``attn_backend`` acts on it."""
-
     optional_parts: tuple[str, ...] = ()
     """Parts that may be ``[null, null]`` in the pipeline's index. A tokenizer among them is left out only together with
     its text encoder."""

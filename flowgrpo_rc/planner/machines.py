@@ -1,7 +1,5 @@
 """GPUs: their number, memory and compute. Needs no torch."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

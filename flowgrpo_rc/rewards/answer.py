@@ -1,7 +1,5 @@
 """Checks of a reward function's answer, which becomes scores and captions."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress

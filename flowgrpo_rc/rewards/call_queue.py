@@ -1,7 +1,5 @@
 """Calls in a background thread, the most urgent first."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import sys

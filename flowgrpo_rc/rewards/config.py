@@ -1,7 +1,5 @@
 """The section ``reward`` of a configuration: weights and options of rewards. Importing this loads no reward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -54,16 +52,13 @@ class CustomRewardConfig(Section):
 
     path: str | None = None
     """Path of the Python file that defines the function; null where there is no such function."""
-
     name: str = DEFAULT_NAME
     """Name of the function in that file, and of its metric ``reward/<name>``. It is called as
     ``fn(images, prompts, metadata)`` for a batch, or where it has a parameter ``solution_image`` as verl-omni's
     ``fn(data_source, solution_image, ground_truth, extra_info)`` for one image; it may be ``async``, an object with
     ``__call__``, or a class of such objects that is made without arguments."""
-
     weight: float = 1.0
     """Weight of the function in the sum of rewards. 0 turns the function off."""
-
     reward_kwargs: Annotated[Any, Read(read_mapping("a mapping from parameter names to values, e.g. {scale: 2.0}"))] = (
         field(default_factory=dict)
     )
@@ -104,74 +99,55 @@ class RewardConfig(Section):
     """Weights of the built-in rewards and of the servers in ``remote``, by name. Weight 0 turns a reward off: it is
     neither loaded nor computed. Without a reward here or a function of the user's own, ``ocr`` counts alone, with
     weight 1."""
-
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     """The user's own function. It counts alone, unless ``functions`` or ``reward_functions`` name others beside it."""
-
     reward_functions: Functions = field(default_factory=dict)
     """Several functions of the user's own, as verl-omni names them: name -> ``{path, name, weight, ...}``. The metrics
     have the name on the left; ``path`` is the Python file, ``name`` the function in it (``compute_score`` where it is
     not given), ``weight`` its weight in the sum (1), and every further key an argument of each call. ``required`` is
     taken and changes nothing: a function that fails ends the run."""
-
     val_functions: Functions = field(default_factory=dict)
     """Scorers that only look: they score the images of every validation, as ``val/reward/<name>``, and count nowhere.
     Name -> true for a built-in reward, or ``{path, name, ...}`` for a function of the user's own; false turns one off.
     A reward that climbs while a scorer that it is not trained on falls is being gamed."""
-
     normalization: Annotated[str, one_of(NORMALIZATIONS)] | None = None
     """How several rewards become one advantage. null: the weighted sum of the scores. ``group``: every reward is
     normalised within its prompt's group, less its mean and divided by its standard deviation there, before it is
     weighted; see ``normalised_sum``. The logged rewards are the scores in either case."""
-
     ocr: OCRConfig = field(default_factory=OCRConfig)
     """Options of the reward ``ocr``."""
-
     pickscore: ScorerConfig = field(default_factory=ScorerConfig)
     """Options of the reward ``pickscore``."""
-
     clipscore: ScorerConfig = field(default_factory=ScorerConfig)
     """Options of the reward ``clipscore``, flow_grpo's."""
-
     clip_cosine: ScorerConfig = field(default_factory=ScorerConfig)
     """Options of the reward ``clip_cosine``."""
-
     hpsv2: HPSv2Config = field(default_factory=HPSv2Config)
     """Options of the reward ``hpsv2``."""
-
     aesthetic: AestheticConfig = field(default_factory=AestheticConfig)
     """Options of the reward ``aesthetic``."""
-
     clip_similarity: ScorerConfig = field(default_factory=ScorerConfig)
     """Options of the reward ``clip_similarity``."""
-
     dino_similarity: ScorerConfig = field(default_factory=ScorerConfig)
     """Options of the reward ``dino_similarity``."""
-
     siglip_similarity: ScorerConfig = field(default_factory=ScorerConfig)
     """Options of the reward ``siglip_similarity``."""
-
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """Options of the reward ``judge``."""
-
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """A model that the run serves itself, for the judge and for functions that ask one."""
-
     num_workers: NonNegativeInt = 0
     """Worker processes of each training process for the built-in rewards that read images on the processor (``ocr``),
     which share a batch. 0 stands for none: then they are called in the training process itself."""
-
     overlap: bool = True
     """Score a rollout's micro-batch in a background thread while the next ones are drawn, with functions that have
     ``streams = True`` (``judge``, ``ocr``, ...); with ``rollout.ahead``, those that other processes compute score while
     the actor learns. The scores are the same either way, since such functions are always called for one micro-batch of
     ``rollout.micro_batch_size``. All others are called in the main thread when all images are drawn."""
-
     remote: Annotated[Any, Read(remote_scorers)] = field(default_factory=dict)
     """Reward servers, by names of your choice that ``functions`` gives weights: name -> the keys of ``RemoteConfig``;
     ``url`` must be given. Example: ``reward.remote.deqa.url=http://127.0.0.1:18080 reward.functions.deqa=1``.
     A server without a weight is not called."""
-
     timeout_s: PositiveFloat | None = 3600.0
     """Longest time in seconds that one call of a reward function, or its import, may take; null for no limit.
     A function that takes longer ends the run with file and line of what it was doing."""

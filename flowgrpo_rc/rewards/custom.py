@@ -3,8 +3,6 @@
 ``reward.custom_reward_function`` names one, ``reward.reward_functions`` and ``reward.val_functions`` name several.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

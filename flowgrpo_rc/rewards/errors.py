@@ -1,7 +1,5 @@
 """Errors of rewards, and values of a user's own code as their messages quote them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 LONGEST = 400

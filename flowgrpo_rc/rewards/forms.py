@@ -3,8 +3,6 @@
 The signature, read before anything is loaded, decides which form a function has; either may be ``async``.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

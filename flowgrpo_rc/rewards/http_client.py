@@ -57,17 +57,13 @@ class HTTPOptions(Section):
 
     max_concurrent: PositiveInt = 32
     """Most requests that are under way at once, of each process of the run."""
-
     tries: PositiveInt = 4
     """Most times that a request is sent: after a connection that fails or breaks off, the answers 408, 409, 429 and
     5xx, and an answer that cannot be read."""
-
     timeout_s: PositiveFloat = 60.0
     """Longest time in seconds of one try, with the time in the server's queue."""
-
     deadline_s: PositiveFloat = 600.0
     """Longest time in seconds of all requests for a batch together, with every pause."""
-
     api_key_env: str | None = None
     """Environment variable that holds the server's key; null for a server without one. The key is sent as
     ``Authorization: Bearer KEY``, and neither stored nor shown."""

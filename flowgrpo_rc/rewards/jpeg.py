@@ -1,7 +1,5 @@
 """Reward ``jpeg_compressibility``: minus the size of an image as a JPEG. Reads no prompt, needs no model."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Several reward functions as one: a weighted sum, with every function's answer checked before it is used."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence

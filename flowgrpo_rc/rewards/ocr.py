@@ -8,8 +8,6 @@ opencv-python-headless it needs no system library beyond the C and C++ runtimes.
 importing this module does not.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -81,7 +79,6 @@ class OCRConfig(Section):
     """How an image is read. ``recognition`` takes it as it is for one line of text, which is right for small images
     that hold little else. ``full`` finds the lines first and then reads them, for images of about 256 pixels and up:
     the finder misses text in very small ones. It takes some 25 times as long."""
-
     rec_image_shape: Annotated[
         list[int],
         Check(
@@ -91,11 +88,9 @@ class OCRConfig(Section):
     ] = field(default_factory=lambda: [3, 48, 64])
     """Channels, height and width in pixels of the recogniser's input, which takes 8 columns a character. A wider image
     widens it."""
-
     num_threads: NonNegativeInt = 0
     """Number of threads that read images side by side. 0 stands for one per core this process may use, at most 8; in
     each of ``reward.num_workers`` processes for one."""
-
     contained_is_match: bool = False
     """Score 1 for a reading that contains the whole target, whatever is around it, as in flow_grpo's image scorer."""
 

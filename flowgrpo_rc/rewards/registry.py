@@ -3,8 +3,6 @@
 To add a reward, write it in a file of this folder and add a line to ``REWARDS``. Importing this loads no reward.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pkgutil import resolve_name

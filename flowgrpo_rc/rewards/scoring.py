@@ -5,8 +5,6 @@ is drawn meanwhile; all others once, with all images. Scores and the functions' 
 the parts come, nor on the thread that scores them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future

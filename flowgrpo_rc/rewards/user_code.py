@@ -4,8 +4,6 @@ Reward functions run in the trainer's process, since they use its GPU. ``UserCod
 awaits the coroutines that asynchronous functions return.
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import inspect

@@ -4,8 +4,6 @@ For scorers that need no GPU and keep the interpreter busy, such as ``ocr``: thr
 with the training.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

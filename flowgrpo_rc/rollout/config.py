@@ -1,8 +1,6 @@
 """How and where images are sampled: engine, placement, schedule, SDE window, validation. Importing this loads no
 torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -68,24 +66,18 @@ class RolloutAlgoConfig(Section):
 
     noise_level: NonNegativeFloat = 0.7
     """``eta`` of the SDE step; 0 would leave nothing to learn from."""
-
     sde_type: Annotated[str, one_of(SDE_TYPES)] = "sde"
     """Kind of the stochastic step: ``sde`` (Flow-GRPO), ``cps`` or ``dance_sde``."""
-
     sde_window_size: PositiveInt | None = None
     """How many contiguous steps are stochastic and trained. Null takes every step of the range."""
-
     sde_window_range: (
         Annotated[list[int], Check(lambda ends: len(ends) == 2, "give two numbers, [first, stop],")] | None
     ) = None
     """``[first, stop)`` of the steps that the window may lie in. Null takes the whole schedule."""
-
     sample_strategy: Annotated[str, one_of(("random", "progressive"))] = "random"
     """Place of the window: ``random`` draws one for every prompt, ``progressive`` slides it through the range."""
-
     iters_per_group: PositiveInt = 1
     """With ``sample_strategy=progressive``, how many batches the window stays before it moves on by its own size."""
-
     sde_window_seed: NonNegativeInt | None = None
     """With ``sample_strategy=random``, a seed from which one place for the whole batch is drawn at every step, as
     verl-omni's MixGRPO does. Null draws a place for every prompt, from the rollouts' seed."""
@@ -108,23 +100,17 @@ class PipelineConfig(Section):
 
     height: PositiveInt = 512
     """Height of the images in pixels."""
-
     width: PositiveInt = 512
     """Width of the images in pixels."""
-
     num_inference_steps: PositiveInt = 10
     """How many denoising steps an image takes."""
-
     true_cfg_scale: PositiveFloat = 1.0
     """Scale of classifier-free guidance. Above 1 every step runs the model twice. Stable Diffusion 3's own pipeline
     calls this ``guidance_scale``."""
-
     guidance_scale: NonNegativeFloat | None = None
     """Guidance that guidance-distilled models take as an input. Null for all other models."""
-
     max_sequence_length: PositiveInt = 512
     """Prompts are cut to this many embeddings (of T5 with Stable Diffusion 3, which pads to them)."""
-
     reference_area: PositiveInt | None = None
     """Pixels that each reference image is scaled to, with its own aspect ratio, before the VAE encodes it. Null scales
     as the pipeline's own call does, most often to about 1024 * 1024; fewer pixels cost less at every step."""
@@ -139,22 +125,16 @@ class ValPipelineConfig(Section):
 
     height: PositiveInt | None = None
     """Height of validation images in pixels. Null takes the training value."""
-
     width: PositiveInt | None = None
     """Width of validation images in pixels. Null takes the training value."""
-
     num_inference_steps: PositiveInt | None = None
     """How many denoising steps a validation image takes. Null takes the training value."""
-
     true_cfg_scale: PositiveFloat | None = None
     """Scale of classifier-free guidance in validation. Null takes the training value."""
-
     guidance_scale: NonNegativeFloat | None = None
     """Guidance that guidance-distilled models take as an input in validation. Null takes the training value."""
-
     max_sequence_length: PositiveInt | None = None
     """How many embeddings prompts are cut to in validation. Null takes the training value."""
-
     reference_area: PositiveInt | None = None
     """Pixels that each reference image of a validation prompt is scaled to. Null takes the training value."""
 
@@ -181,10 +161,8 @@ class ValConfig(Section):
 
     n: PositiveInt = 1
     """How many images are drawn for every validation prompt."""
-
     seed: NonNegativeInt = 42
     """Seed of the validation noise, the same at every validation."""
-
     pipeline: ValPipelineConfig = field(default_factory=ValPipelineConfig)
     algo: ValAlgoConfig = field(default_factory=ValAlgoConfig)
 
@@ -198,7 +176,6 @@ class ProbeConfig(Section):
 
     images: NonNegativeInt = 4
     """How many images of a batch are rescored, over all processes, with all their steps. 0 switches the probe off."""
-
     warn_gap: PositiveFloat | None = None
     """Warn, once a run, when ``rollout_sync/engine_gap_per_dimension`` exceeds this. Null never warns."""
 
@@ -209,16 +186,12 @@ class EngineTimeouts(Section):
 
     start_timeout_s: PositiveFloat = 900.0
     """Seconds from the start of the process until the model is loaded."""
-
     request_timeout_s: PositiveFloat = 3600.0
     """Seconds for one request: a rollout with all its images, or with ``placement`` one micro-batch of it."""
-
     sync_timeout_s: PositiveFloat = 600.0
     """Seconds for taking over one adapter."""
-
     silence_timeout_s: Silence = 60.0
     """Seconds without a sign of life; a process gives two a second. At least ``SHORTEST_SILENCE``."""
-
     close_timeout_s: PositiveFloat = 20.0
     """Seconds for a clean end, after which the process is killed."""
 
@@ -241,10 +214,8 @@ class RayConfig(Section):
     address: str | None = None
     """Address of a running cluster that this machine belongs to, ``host:port``; ``auto`` finds it. Null joins the
     cluster of the variable ``RAY_ADDRESS``, and without one starts Ray on this machine for the run."""
-
     num_gpus: NonNegativeFloat = 1.0
     """GPUs that Ray reserves for each engine; 0 for engines on the CPU."""
-
     num_cpus: NonNegativeFloat = 1.0
     """CPUs that Ray reserves for each engine."""
 
@@ -285,70 +256,54 @@ class RolloutConfig(Section):
     name: Annotated[str, one_of(ENGINES)] = "diffusers"
     """The engine: ``diffusers`` samples in the place of ``placement``, ``vllm_omni`` always in a process of its own
     that runs vllm-omni."""
-
     n: Annotated[int, Check(lambda n: n >= 2, "GRPO compares images of one prompt, so give at least 2")] = 16
     """How many images are drawn for every prompt. They are the group that advantages compare."""
-
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     """Precision of the engine's transformer and adapter. Latents and log-probs are float32 in any case."""
-
     quantization: Annotated[str, one_of(QUANTIZATIONS)] | None = None
     """``fp8`` rounds every linear weight matrix of the engine, adapter included, through float8_e4m3fn with one scale
     per output row and computes with the rounded weights in ``dtype``: the gap that fp8 weights make, on any hardware,
     without their speed. Validation samples with them too. The actor's weights stay as they are."""
-
     rollout_attn_backend: str | None = None
     """How the engine's transformer computes attention. With ``name=diffusers`` one of diffusers' attention backends,
     tried before the model is loaded; with ``vllm_omni`` one of vllm-omni's, which has its own names for them. Null is
     the engine's default. The actor has ``model.attn_backend``; a difference is part of the off-policy gap."""
-
     micro_batch_size: PositiveInt = 32
     """How many images one forward of the engine draws."""
-
     gather_weights: bool = False
     """With ``actor.fsdp_config.shard``, whether the weights are gathered once for a whole rollout, for which the GPU
     must have room beside its slice, instead of once for every forward."""
-
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
     """Images per forward of the scoring pass, each with its whole SDE window. Null takes micro-batches as the actor's
     update does, by its ``ppo_micro_batch_rows`` or ``ppo_micro_batch_size_per_gpu``."""
-
     adapter_lag: NonNegativeInt = 0
     """Draw with the actor's adapter of this many batches ago, as an asynchronous engine would. At the start and after
     a resume the oldest adapter known is used. Validation always has the newest."""
-
     ahead: NonNegativeInt = 0
     """Ask for the images of a batch so many batches before it is learned from, so that engines elsewhere
     (``placement``) draw while the actor learns. They are drawn with the actor's adapter of that time: every number is
     that of ``adapter_lag`` of as many batches. Engines in the trainer's process take turns with the actor all the
     same."""
-
     max_staleness: NonNegativeInt | None = None
     """The most batches that the adapter which draws may be older than the actor's: ``ahead`` and ``adapter_lag`` above
     it are refused. Null sets no bound."""
-
     placement: Annotated[str, one_of(PLACEMENTS)] = IN_TRAINER
     """Place of the engines: ``trainer`` has one beside the actor, on its device, and the two take turns; ``process``
     has processes of their own on this machine, one for each of ``devices``; ``ray`` has actors anywhere in a Ray
     cluster, with the extra ``ray``."""
-
     devices: list[str] | None = None
     """With ``placement=process``, the device of each engine, e.g. ``[cuda:2,cuda:3]``, which several trainer processes
     of a machine share out; ``cuda:2+cuda:3`` is one ``vllm_omni`` engine on both. Null is one engine on the trainer's
     own device."""
-
     engines: PositiveInt = 1
     """With ``placement=ray``, how many engines each trainer process has."""
-
     seed: NonNegativeInt | None = None
     """Seed of the rollouts' noise and window places. Null takes ``trainer.seed``."""
-
     # Scripts of verl-omni set this key, so that it exists; nothing here works without the log-probs.
     calculate_log_probs: Annotated[
         bool, Check(bool, "the rollout/training gap is measured from these log-probs, so leave it true")
     ] = True
     """Record the engine's log-probs. Rollout correction and bypass mode need them."""
-
     algo: RolloutAlgoConfig = field(default_factory=RolloutAlgoConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     val_kwargs: ValConfig = field(default_factory=ValConfig)

@@ -4,8 +4,6 @@ To add an engine, write a class that follows ``rollout.base.RolloutEngine``, wit
 ``from_config(config, model, lora, device)``, and add its row to ``ENGINES``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flowgrpo_rc.models.attention import ATTENTION_BACKENDS
@@ -17,28 +15,21 @@ class EngineEntry:
 
     engine: str
     """``module:class`` of the engine."""
-
     check: str | None = None
     """``module:function`` without arguments that raises ``ImportError`` if a package that the engine needs is missing.
     It runs before anything expensive is loaded."""
-
     attention_backends: tuple[str, ...] = ()
     """Values that ``rollout.rollout_attn_backend`` may have."""
-
     quantizes: bool = False
     """The engine acts on ``rollout.quantization``. Without this the setting is refused."""
-
     takes_actors_transformer: bool = False
     """The engine samples with the actor's own transformer, or with a copy where its weights must differ. Its
     ``from_config`` also takes ``alone``, which is true if there is no actor beside it."""
-
     reads_weights: bool = False
     """The engine reads the weights from the pipeline's files itself, so that ``model`` may lack them."""
-
     digest_rule: str | None = None
     """``module:function`` from the sections ``rollout`` and ``model`` to the engine's ``digest_of``, without an engine.
     ``None`` for an engine that runs in the trainer's process only."""
-
     handle: str | None = None
     """``module:class`` of a ``RolloutHandle`` for an engine that has its own process anyway, with the class method
     ``from_config(config, model, lora, devices, number)``. With ``None`` a ``ProcessHandle`` runs the engine."""
@@ -70,7 +61,6 @@ class PlacementEntry:
     handles: str
     """``module:function`` from the sections ``rollout`` and ``model``, the trainer's device, its ``Share`` of the
     machine and its model to a ``RolloutHandle`` for each engine."""
-
     check: str
     """``module:function`` of the section ``rollout`` and the ``Share``. It raises ``ImportError`` or ``ValueError`` if
     there can be no such handles, before anything expensive is loaded."""

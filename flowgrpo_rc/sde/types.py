@@ -9,13 +9,10 @@ class SDEType:
 
     step: str
     """``module:function`` that computes the mean and the standard deviation of one step."""
-
     log_prob_is_density: bool = True
     """``log_prob`` is the Gaussian log-density, so that log ratios have the scale of densities."""
-
     last_step_is_stochastic: bool = True
     """The step that ends at noise level 0 still draws noise and can be trained."""
-
     largest_noise_level: float | None = None
     """The largest ``noise_level`` for which the step is defined; ``None``: no limit."""
 

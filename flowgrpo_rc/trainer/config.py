@@ -1,7 +1,5 @@
 """The whole configuration tree. The dataclasses are the schema and hold every default; YAML sits on top."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -45,17 +43,13 @@ class AlgorithmConfig(Section):
 
     adv_estimator: Annotated[str, one_of(("flow_grpo", "grpo"))] = "flow_grpo"
     """Advantages within the images of one prompt."""
-
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the rewards' standard deviation; false is Dr.GRPO."""
-
     global_std: bool = True
     """Take that standard deviation over the whole batch instead of the prompt's group."""
-
     rejection_aware_baseline: bool = False
     """Decoupled mode: an image whose steps were all rejected does not enter its group's mean and standard deviation
     either. Needs the weights and the rejection before the advantages, so every image gets the scoring pass."""
-
     rollout_correction: Annotated[Any, Read(read_correction)] = field(default_factory=dict)
     """Given as keys of ``RolloutCorrectionConfig``, or as a ``preset`` and what differs from it; null switches it off.
     The object holds it as a ``RolloutCorrectionConfig``; within ``FlowGRPOConfig`` it is the actor's too."""
@@ -89,61 +83,43 @@ class TrainerConfig(Section):
 
     total_epochs: PositiveInt = 1
     """Passes over the training prompts, when ``total_training_steps`` is null."""
-
     total_training_steps: PositiveInt | None = None
     """Batches of rollouts to train on."""
-
     save_freq: Frequency = -1
     """Save a checkpoint every so many steps; -1 or 0: at the end only."""
-
     test_freq: Frequency = -1
     """Validate every so many steps; -1 or 0: before and after training only."""
-
     val_before_train: bool = True
     """Validate before the first step."""
-
     logger: list[Annotated[str, one_of(LOGGERS)]] = field(default_factory=lambda: ["console"])
     """Where metrics go besides ``metrics.jsonl``; any of ``LOGGERS``."""
-
     project_name: str = "flowgrpo_rc"
     """First folder under ``outputs/`` and project of the trackers."""
-
     experiment_name: str = "run"
     """Second folder under ``outputs/`` and run name of the trackers."""
-
     default_local_dir: PathText = "outputs/${trainer.project_name}/${trainer.experiment_name}"
     """The run folder."""
-
     resume_mode: Annotated[str, one_of(("auto", "disable", "resume_path"))] = "auto"
     """``auto``: from the run folder's latest checkpoint if there is one; ``disable``: start afresh in a folder of
     its own; ``resume_path``: from ``resume_from_path``."""
-
     resume_from_path: PathOrEmpty | None = None
     """A ``checkpoints/step_N`` folder, for ``resume_mode=resume_path``."""
-
     max_actor_ckpt_to_keep: PositiveInt | None = None
     """Keep this many checkpoints, the newest; null: all."""
-
     log_val_generations: NonNegativeInt = 12
     """Validation images in the sample grids."""
-
     rollout_data_dir: PathText | None = None
     """Folder, as a whole path, for the images of every rollout, each with its prompt, seed, reward and the reward's
     parts; null writes none."""
-
     validation_data_dir: PathText | None = None
     """The same for the images of every validation; another folder."""
-
     profile_steps: list[PositiveInt] = field(default_factory=list)
     """Training steps, the first is 1, to run under torch's profiler, which slows them down. Their traces and tables of
     operators go to ``profile/`` in the run folder, a pair for every process."""
-
     seed: NonNegativeInt = 42
     """Seed of the adapter's start and of all rollout noise."""
-
     mixed_precision: Annotated[str, one_of(("no", "bf16"))] = "no"
     """``bf16`` runs the actor's forwards under autocast; log-prob arithmetic stays float32."""
-
     device: Annotated[str, one_of(("auto", "cpu"))] = "auto"
     """``auto`` (an accelerator if there is one) or ``cpu``."""
 

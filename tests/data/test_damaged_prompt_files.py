@@ -1,7 +1,5 @@
 """Prompt files that are damaged, or hold what no model can read: one line each, with file and line or row."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The data section: composition, and every refusal with its message."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

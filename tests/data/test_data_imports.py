@@ -1,7 +1,5 @@
 """Importing the data and reward packages stays cheap: engines and file formats load when they are used."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """flow_grpo's OCR text files to parquet: the row layout, and the refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet

@@ -1,7 +1,5 @@
 """Reading prompt files: the three formats, and every refusal with its message."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The sampler: coverage, order from the seed alone, exact resume."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

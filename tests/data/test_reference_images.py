@@ -1,7 +1,5 @@
 """The column ``images``: every form that names an image, and every file that is refused with its row."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """A judge on loopback that speaks OpenAI's protocol and says what a test wants."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reward functions written to files, as a user's are."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ process of a worker that it starts, as real ones do; VLLM_STUB_FAILS, to end wit
 VLLM_STUB_SAYS, the judge's words.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

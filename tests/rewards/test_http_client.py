@@ -1,7 +1,5 @@
 """The client of rewards that score elsewhere, against a server on loopback that does everything wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import logging

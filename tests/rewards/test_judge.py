@@ -1,7 +1,5 @@
 """The reward ``judge`` against a judge on loopback that answers rightly, wrongly, or as no server should."""
 
-from __future__ import annotations
-
 import io
 import logging
 import math

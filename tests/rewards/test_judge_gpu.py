@@ -4,8 +4,6 @@ FLOWGRPO_RC_JUDGE_MODEL names the model, a folder or a name on the hub (HF_HUB_O
 Qwen/Qwen3-VL-2B-Instruct; a program `vllm` must be on the PATH.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -1,7 +1,5 @@
 """From a judge's words to a score, by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Rewards that compare an image with its prompt by CLIP, and the aesthetic score: formulas, what must not matter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """HPSv2: a checkpoint of OpenCLIP under other names computes the same, and images are fitted into a black square."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

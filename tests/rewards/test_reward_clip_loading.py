@@ -1,7 +1,5 @@
 """Loading a scorer: what a message says of a folder or a name that will not do, and which device is taken."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Image similarities: the cosine with the reference of a row, in whatever form the row holds it."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The reward section: defaults, Hydra composition, and every refusal with its message."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

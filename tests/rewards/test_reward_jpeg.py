@@ -1,7 +1,5 @@
 """JPEG reward: the formula against PIL's own byte count, and the order of images it must get right."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

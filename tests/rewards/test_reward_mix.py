@@ -1,7 +1,5 @@
 """The weighted sum, and answers of functions: everything sensible is read, everything else is one clear error."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A reward model that the run serves itself, with a stub in the place of vllm."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """The table of built-in rewards: what is added to it can be configured, built and trained with at once."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from pkgutil import resolve_name

@@ -1,7 +1,5 @@
 """Rewards in whole runs: exit codes, the line at the start, the log's keys, verl-omni's form, servers and resumes."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a reward function wants to be called: ours, flow_grpo's, verl-omni's, and everything that is none of them."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

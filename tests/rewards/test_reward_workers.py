@@ -1,7 +1,5 @@
 """A built-in reward in worker processes: scores and order as in one, and no process left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A user's own reward: its file, errors with file and line, deadlines, copies, and torch's settings restored."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

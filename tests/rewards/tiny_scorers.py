@@ -1,7 +1,5 @@
 """Random networks of a few thousand weights, saved as real scorers are: the rewards load them by their own code."""
 
-from __future__ import annotations
-
 import string
 from pathlib import Path
 from typing import Any

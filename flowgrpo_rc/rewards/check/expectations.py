@@ -1,7 +1,5 @@
 """The right behaviour of each built-in reward on the pictures. Rewards that are not in the table are not judged."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Scores the pictures with a reward and compares the scores with the reward's right behaviour."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -1,7 +1,5 @@
 """Pictures whose right prompts are known, drawn when they are needed and the same everywhere."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reward ``aesthetic``: the beauty of an image, whatever its prompt."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The sections ``reward.pickscore``, ``reward.hpsv2`` and so on: a scorer's network and device."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Annotated
@@ -23,18 +21,14 @@ class ScorerConfig(Section):
     model_path: PathText | None = None
     """Folder or hub name of the network in transformers' format. Null is the reward's published weights, which are
     downloaded from the hub. ``asset:tiny_clip`` is the tiny CLIP of this package."""
-
     processor_path: PathText | None = None
     """Folder or hub name of the image processor and the tokenizer. Null is ``model_path``, or the published ones if
     that is null too."""
-
     device: Device = "auto"
     """Device of the network: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for this process's GPU, or else the CPU."""
-
     dtype: Annotated[str, one_of(DTYPES)] = "float32"
     """Precision of the network. In bfloat16 cosines are rounded to steps that can be as large as the differences
     between the images of a prompt."""
-
     micro_batch_size: PositiveInt = 32
     """Number of images, and of prompts, that go through the network together."""
 

@@ -4,8 +4,6 @@ transformers' ``CLIPModel`` computes the same as OpenCLIP's: only names differ, 
 query, key and value are one tensor there.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Every error of a network, image processor or tokenizer names the field of the configuration and what to do.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence

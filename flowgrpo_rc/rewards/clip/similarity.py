@@ -4,8 +4,6 @@ The reference is the first image of the prompt file's column ``images``, with wh
 takes no images that of the column ``reference``.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Mapping, Sequence

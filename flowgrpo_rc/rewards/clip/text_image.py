@@ -1,7 +1,5 @@
 """Rewards for images that fit their prompt: ``pickscore``, ``clipscore``, ``clip_cosine`` and ``hpsv2``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

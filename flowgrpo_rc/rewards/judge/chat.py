@@ -1,7 +1,5 @@
 """Requests and answers of OpenAI's protocol: ``/chat/completions`` and ``/models``."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

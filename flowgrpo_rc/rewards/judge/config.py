@@ -1,7 +1,5 @@
 """The section ``reward.judge`` of a configuration. Importing this loads no client."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,24 +39,18 @@ class JudgeQuestion(Section):
     parser: Annotated[str, one_of(PARSERS)] = "yes_no"
     """Parser that makes a score between 0 and 1 of the answer: ``score``, ``unified_reward_1_5``,
     ``unified_reward_2``, ``yes_no`` or ``ocr``."""
-
     question: str | None = None
     """Text of the question; null for the parser's own. ``{prompt}`` is the image's prompt, ``{target}`` the text that
     the image should show, and any other name in braces the value of that column of the prompt file."""
-
     references: bool = False
     """Show the judge the prompt's reference images too, in their order and before the image, which is the last. Needs a
     ``question`` that explains them, since the parsers' own speak of one image."""
-
     name: str | None = None
     """Name in the metric ``reward/judge/<name>``; null for the parser's."""
-
     weight: PositiveFloat = 1.0
     """Weight in the mean over the questions."""
-
     scale: PositiveFloat = 5.0
     """The best score that the question of the parser ``score`` allows; the worst is 0."""
-
     max_tokens: PositiveInt | None = None
     """Longest answer in tokens; null for ``reward.judge.max_tokens``, and for 1 where the parser is ``yes_no``."""
 
@@ -165,37 +157,27 @@ class JudgeConfig(HTTPOptions):
     base_url: str | None = None
     """Address of a server that speaks OpenAI's protocol, with its version: ``http://127.0.0.1:8000/v1``. null where
     ``reward.reward_model`` starts one."""
-
     model: str | None = None
     """Name of the model that judges; null for the only one that the server has. The run's ``config.yaml`` records the
     name."""
-
     questions: Annotated[Any, Read(read_questions)] = field(default_factory=list)
     """Questions about each image: a list of mappings with the keys of ``JudgeQuestion``. The name of a parser is short
     for that parser with its own question, as in ``[ocr]``."""
-
     mean: Annotated[str, one_of(("arithmetic", "geometric"))] = "arithmetic"
     """Mean that makes one score of several questions, weighted: ``arithmetic`` or ``geometric``. The latter is 0 if one
     of the scores is."""
-
     temperature: NonNegativeFloat = 0.0
     """Temperature of the judge's answers. Even at 0 they vary a little with the server's other work."""
-
     seed: int | None = 0
     """Seed that the server draws answers from; null sends none."""
-
     max_tokens: PositiveInt = 512
     """Longest answer in tokens."""
-
     extra_body: FreeKeys = field(default_factory=dict)
     """Further keys of every request, e.g. ``{chat_template_kwargs: {enable_thinking: false}}``."""
-
     image_size: PositiveInt | None = None
     """Longest side in pixels of the images that are sent; null sends them as they are."""
-
     image_format: Annotated[str, one_of(("png", "jpeg"))] = "png"
     """File format of the images: ``png``, which keeps every pixel, or ``jpeg``, which is smaller."""
-
     cache: bool = False
     """Keep scores in memory, so that no image is judged twice. The images of training never repeat; those of
     validation may."""

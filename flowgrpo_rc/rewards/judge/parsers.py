@@ -4,8 +4,6 @@ An answer that cannot be read is an error, and never a 0. A 0 for an answer out 
 would teach the model to confuse the judge, or to avoid images that make it talkative.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reward ``judge``: questions to a vision language model about every image."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Client of a reward server: sends images in batches and returns the scores in their order."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

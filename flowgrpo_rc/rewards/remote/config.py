@@ -1,7 +1,5 @@
 """The sections ``reward.remote.<name>`` of a configuration: reward servers of a run. Loads no client."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -24,34 +22,26 @@ class RemoteConfig(HTTPOptions):
 
     url: str | None = None
     """Address that batches of images are posted to, e.g. ``http://127.0.0.1:18080``."""
-
     protocol: Annotated[str, one_of(PROTOCOLS)] = "json"
     """Protocol of the server: ``json`` (``flowgrpo-rc serve-reward``), ``verl_omni`` (a service of verl-omni's
     ``http_scorer_client``) or ``flow_grpo`` (its servers for GenEval, DeQA and UnifiedReward). The last two answer with
     pickles, which are read as plain data: nothing that one names is loaded."""
-
     batch_size: PositiveInt = 64
     """Largest number of images in one request."""
-
     max_concurrent: PositiveInt = 2
     """Most requests that are under way at once. For a server that scores one at a time two are enough: the second is
     sent and decoded meanwhile."""
-
     timeout_s: PositiveFloat = 120.0
     """Longest time in seconds of one try, with the time in the server's queue."""
-
     deadline_s: PositiveFloat = 1800.0
     """Longest time in seconds of all requests for a batch together, with every pause."""
-
     image_format: Annotated[str, one_of(FORMATS)] | None = None
     """File format of the images: ``png``, which keeps every pixel, or ``jpeg``, which is smaller. null is the format of
     the protocol's own clients: ``png`` for ``json``, ``jpeg`` for the others."""
-
     streams: bool = False
     """Send images while the next ones are drawn, and with ``rollout.ahead`` while the actor learns, one micro-batch of
     the rollout at a time (see ``reward.overlap``). The server must then score each image by itself, whichever others
     come with it; false sends all images of a process together."""
-
     columns: list[str] | None = None
     """Names of the prompt file's columns that are sent beside the prompts; null for all, which the server's protocol
     must be able to carry."""

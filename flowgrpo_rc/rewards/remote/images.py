@@ -1,7 +1,5 @@
 """Images as files in memory, for requests to another process and back."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

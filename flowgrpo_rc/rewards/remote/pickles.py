@@ -5,8 +5,6 @@ numpy arrays of numbers or texts as lists, and refuses everything else. The inst
 one runs, and numpy's functions are replaced by those of ``_Unpickler``.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

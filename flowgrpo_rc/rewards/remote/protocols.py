@@ -18,8 +18,6 @@ Sources: verl-omni's ``docs/start/http_scorer.md`` and ``http_scorer_client.py``
 at ac4c86e and the servers in yifan123/reward-server. Pickles are read by ``pickles.loads``, never by ``pickle``.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

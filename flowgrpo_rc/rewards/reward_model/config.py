@@ -1,7 +1,5 @@
 """The section ``reward.reward_model`` of a configuration. Importing this starts nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -31,27 +29,20 @@ class RewardModelRolloutConfig(Section):
     name: Annotated[str, one_of(ENGINES)] = "vllm"
     """The program that serves; ``vllm`` is the one there is. It must be on the ``PATH``, or beside the Python that
     trains."""
-
     tensor_model_parallel_size: PositiveInt = 1
     """GPUs over which each layer is divided."""
-
     data_parallel_size: PositiveInt = 1
     """Copies of the model that answer side by side, each on as many GPUs as the other sizes say."""
-
     dtype: Annotated[str, one_of(DTYPES)] = "auto"
     """Precision of the weights: ``auto`` as the model's files say, ``bfloat16``, ``float16`` or ``float32``."""
-
     gpu_memory_utilization: Annotated[
         float, Check(lambda share: 0 < share <= 1, "give a share of the GPU's memory above 0 and at most 1")
     ] = 0.5
     """Share of each GPU's memory that the server takes, and keeps while the run trains."""
-
     max_model_len: PositiveInt | None = None
     """Longest question with its image and answer, in tokens; null for the model's own limit."""
-
     max_num_seqs: PositiveInt | None = None
     """Answers that are worked on at once; null for vllm's default."""
-
     enforce_eager: bool = True
     """Start the server without compiling the model. A compiled model starts later and answers faster."""
 
@@ -67,24 +58,19 @@ class RewardModelConfig(Section):
     """Start a server with ``vllm serve``, and end it with the run. The reward ``judge`` uses it, and a function of the
     user's own gets its address as ``reward_router_address`` (``host:port``) and the model's name as ``model_name``, if
     it has such parameters."""
-
     model_path: str | None = None
     """The model: a name on the hub or a local folder, as ``vllm serve`` takes it."""
-
     devices: (
         Annotated[list[int], Check(lambda gpus: gpus and min(gpus) >= 0, "give numbers of GPUs from 0, e.g. [3],")]
         | None
     ) = None
     """GPUs of the server, as indices into those that the run sees; null for all of them. Name such as the run does not
     train on, or leave room beside the training with ``rollout.gpu_memory_utilization``."""
-
     extra_args: list[str] = field(default_factory=list)
     """Further arguments of ``vllm serve``, e.g. ``[--trust-remote-code]``. ``--host``, ``--port``,
     ``--served-model-name`` and ``--api-key`` are refused, since the run sets the address and the model's name."""
-
     start_timeout_s: PositiveFloat = 1800.0
     """Longest time in seconds that the server may take to start, with the download of the model."""
-
     rollout: RewardModelRolloutConfig = field(default_factory=RewardModelRolloutConfig)
     """Options of ``vllm serve``."""
 

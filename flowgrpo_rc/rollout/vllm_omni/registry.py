@@ -3,8 +3,6 @@
 To add one, write a ``Rollout`` in a file of ``families`` and add an entry to ``PIPELINES``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -28,7 +26,6 @@ class PipelineEntry:
 
     rollout: str
     """``module:class`` of its ``Rollout``; the module imports vllm-omni's pipeline."""
-
     takes_no_adapter: tuple[str, ...] = ()
     """Patterns of ``fnmatch`` for linear layers, by the trainer's names, that vllm-omni gives no adapter because they
     are not vllm's layers."""
