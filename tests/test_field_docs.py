@@ -10,12 +10,13 @@ import pytest
 
 from flowgrpo_rc.field_docs import documented_fields, field_texts
 
-MODULES = ("actor", "trainer", "rollout", "models", "rewards", "rewards.clip", "data", "correction.options")
+CONFIGS = ("actor", "trainer", "rollout", "models", "rewards", "rewards.clip", "data", "correction.options")
+MODULES = (*(f"{room}.config" for room in CONFIGS), "rewards.ocr")
 
 
 def config_classes():
-    for room in MODULES:
-        module = importlib.import_module(f"flowgrpo_rc.{room}.config")
+    for name in MODULES:
+        module = importlib.import_module(f"flowgrpo_rc.{name}")
         for name, value in vars(module).items():
             if name.endswith("Config") and dataclasses.is_dataclass(value) and value.__module__ == module.__name__:
                 yield value
@@ -69,8 +70,8 @@ before = ast.parse
 calls = []
 ast.parse = lambda *given, **more: calls.append(given) or before(*given, **more)
 import importlib
-for room in {rooms!r}:
-    importlib.reload(importlib.import_module(f"flowgrpo_rc.{{room}}.config"))
+for name in {names!r}:
+    importlib.reload(importlib.import_module(f"flowgrpo_rc.{{name}}"))
 assert calls == [], calls
 flowgrpo_rc.trainer.config.TrainerConfig.__doc__
 assert calls
@@ -78,6 +79,6 @@ assert calls
 
 
 def test_importing_a_configuration_parses_no_source():
-    code = IMPORTS.format(rooms=MODULES)
+    code = IMPORTS.format(names=MODULES)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,7 @@
 """The configuration of the actor: objective, optimizer and rollout correction. Importing this loads no torch."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """The section ``data`` of a configuration: prompt files and batch sizes. Names follow verl."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

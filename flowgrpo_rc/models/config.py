@@ -1,5 +1,7 @@
 """The trained model and its LoRA: two sections of the configuration. Importing this loads no torch."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any

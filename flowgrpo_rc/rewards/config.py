@@ -1,5 +1,7 @@
 """The section ``reward`` of a configuration: weights and options of rewards. Importing this loads no reward."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any

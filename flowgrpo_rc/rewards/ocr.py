@@ -8,6 +8,8 @@ opencv-python-headless it needs no system library beyond the C and C++ runtimes.
 importing this module does not.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import re

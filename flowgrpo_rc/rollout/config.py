@@ -1,6 +1,8 @@
 """How and where images are sampled: engine, placement, schedule, SDE window, validation. Importing this loads no
 torch."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace

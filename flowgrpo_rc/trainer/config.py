@@ -1,5 +1,7 @@
 """The whole configuration tree. The dataclasses are the schema and hold every default; YAML sits on top."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field

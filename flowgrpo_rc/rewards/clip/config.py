@@ -1,5 +1,7 @@
 """The sections ``reward.pickscore``, ``reward.hpsv2`` and so on: a scorer's network and device."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 from typing import Annotated

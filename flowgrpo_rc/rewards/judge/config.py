@@ -1,5 +1,7 @@
 """The section ``reward.judge`` of a configuration. Importing this loads no client."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

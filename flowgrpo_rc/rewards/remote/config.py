@@ -1,5 +1,7 @@
 """The sections ``reward.remote.<name>`` of a configuration: reward servers of a run. Loads no client."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any

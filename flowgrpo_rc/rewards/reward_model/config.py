@@ -1,5 +1,7 @@
 """The section ``reward.reward_model`` of a configuration. Importing this starts nothing."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
