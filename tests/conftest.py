@@ -20,36 +20,11 @@ if "ATEN_CPU_CAPABILITY" in os.environ:
 import pytest
 import torch
 from filelock import FileLock
+from tests_support import SMALL_RUN, last_of_each
 
 # Embeddings of prompts go to a folder that begins empty, here and in the processes that tests start.
 os.environ["FLOWGRPO_RC_CACHE"] = tempfile.mkdtemp(prefix="flowgrpo_rc_tests_")
 atexit.register(shutil.rmtree, os.environ["FLOWGRPO_RC_CACHE"], ignore_errors=True)
-
-BRIGHTNESS = Path(__file__).parent / "brightness_reward.py"
-
-SMALL_RUN = (
-    "data.train_batch_size=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-    "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.rollout.pipeline.num_inference_steps=4",
-    "actor_rollout_ref.rollout.algo.sde_window_range=[0,3]",
-    "actor_rollout_ref.rollout.val_kwargs.n=1",
-    "data.val_max_samples=4",
-    "reward.functions.ocr=0",
-    f"reward.custom_reward_function.path={BRIGHTNESS}",
-    "trainer.total_training_steps=2",
-    "trainer.test_freq=-1",
-    "trainer.save_freq=-1",
-)
-"""Overrides that make the demo a run of a second or two."""
-
-
-def last_of_each(*overrides):
-    """Overrides without those that a later one replaces: the command line warns about them."""
-    settings = {override.split("=", 1)[0]: override for override in overrides}
-    return list(settings.values())
-
 
 UNLIMITED = ("run", "process", "slow", "gpu")
 """Marks of tests that may take long; ``make test`` leaves them to ``make test-all``."""

@@ -7,9 +7,33 @@ import subprocess
 import time
 from pathlib import Path
 
-from conftest import SMALL_RUN
-
 from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolder
+
+BRIGHTNESS = Path(__file__).parent / "brightness_reward.py"
+
+SMALL_RUN = (
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.pipeline.num_inference_steps=4",
+    "actor_rollout_ref.rollout.algo.sde_window_range=[0,3]",
+    "actor_rollout_ref.rollout.val_kwargs.n=1",
+    "data.val_max_samples=4",
+    "reward.functions.ocr=0",
+    f"reward.custom_reward_function.path={BRIGHTNESS}",
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+)
+"""Overrides that make the demo a run of a second or two."""
+
+
+def last_of_each(*overrides):
+    """Overrides without those that a later one replaces: the command line warns about them."""
+    settings = {override.split("=", 1)[0]: override for override in overrides}
+    return list(settings.values())
+
 
 TIMEOUT = 600
 """Seconds for a process that a test starts: it must end by itself, also where fifteen others want the processor."""

@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from conftest import SMALL_RUN
 from doc_page import DOCS
+from tests_support import SMALL_RUN
 
 from flowgrpo_rc import DiffusionActorConfig, DiffusionLossConfig, token_loss
 from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction

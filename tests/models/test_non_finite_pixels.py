@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL_RUN
 from damage import edit_weights
+from tests_support import SMALL_RUN
 
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.models import NonFiniteImageError, UnsupportedModelError, base, load_model

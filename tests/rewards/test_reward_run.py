@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SMALL_RUN
 from reward_files import function, write
 from reward_server import serving
 from safetensors.torch import load_file, save_file
 from stub_server import Reply, StubServer
-from tests_support import rows_of, untimed
+from tests_support import SMALL_RUN, rows_of, untimed
 
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.paths import resolve_asset

@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL_RUN
 from PIL import Image
 from safetensors.torch import load_file
-from tests_support import rows_of
+from tests_support import SMALL_RUN, rows_of
 from tiny_families import flux
 
 from flowgrpo_rc.cli.compose import compose

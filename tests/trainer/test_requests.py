@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import SMALL_RUN
 from PIL import Image
+from tests_support import SMALL_RUN
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models import PipelineLoader
