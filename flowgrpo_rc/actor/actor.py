@@ -305,7 +305,9 @@ class DiffusionActor:
         if update.corrects(mini):
             corrected = done.corrected
             if corrected is None:
-                corrected = update.correct(mini, done.present(log_probs))
+                # The current policy is the old one of later epochs. The host has waited for the means above.
+                means = torch.cat(done.means).unflatten(0, log_probs.shape) if done.means else None
+                corrected = update.correct(mini, OldPolicy(log_probs=log_probs, means=means))
             # In bypass mode weights and rejection are computed anew at every optimizer step, so nothing is kept.
             if not update.mode.bypasses:
                 mini = mini._replace(old=corrected)
@@ -336,7 +338,12 @@ class DiffusionActor:
         if corrects and mode.couples_steps:
             # Weights and rejection of a window need all of its steps: score them first, or do not cut windows.
             if size < window or mode.rollout_correction.rollout_is_batch_normalize:
-                corrected = self._correct_ahead(update, mini)
+                needs_means = self._compares_means and not mode.bypasses
+                with torch.no_grad():
+                    scored = self._score_steps(update.steps, mini.rows, means=needs_means)
+                self._check_finite(scored["log_probs"], mini.rows)
+                present = OldPolicy(log_probs=scored["log_probs"], means=scored.get("transition_means"))
+                corrected = update.correct(mini, present)
             else:
                 size -= size % window
         known = corrected if corrects else mini.old
@@ -345,12 +352,12 @@ class DiffusionActor:
         done: list[LossMetrics] = []
         log_probs: list[Tensor] = []
         means: list[Tensor] = []
-        needs_means = self._compares_means or self.config.use_kl_loss
+        reads_means = self._compares_means or self.config.use_kl_loss
         old = known
         if known is not None and mode.bypasses:
             old = replace(known, means=None)  # in bypass mode the rollout's means are the old ones
         for micro in update.steps.cut(mini.rows, size, rollout_means=mode.bypasses and self._compares_means, old=old):
-            output = self._forward(micro, means=needs_means, reference=self.config.use_kl_loss)
+            output = self._forward(micro, means=reads_means, reference=self.config.use_kl_loss)
             data = micro.data
             if known is None:
                 data = data | present_as_old(mode, data, output, window)
@@ -367,13 +374,6 @@ class DiffusionActor:
             means=means,
             corrected=corrected,
         )
-
-    def _correct_ahead(self, update: "_Update", mini: MiniBatch) -> OldPolicy:
-        """Score a mini-batch and correct it before the update, whose micro-batches will cut coupled windows."""
-        with torch.no_grad():
-            scored = self._score_steps(update.steps, mini.rows, means=self._compares_means and not update.mode.bypasses)
-        self._check_finite(scored["log_probs"], mini.rows)
-        return update.correct(mini, OldPolicy(log_probs=scored["log_probs"], means=scored.get("transition_means")))
 
     def _score_steps(self, steps: RecordedSteps, images: Int[Tensor, " M"], *, means: bool) -> dict[str, Tensor]:
         """Score the steps of some images: ``(M, W)`` and ``(M, W, *L)`` on the host."""
@@ -582,11 +582,6 @@ class _Accumulated(NamedTuple):
     """The current policy's transition means ``(n, *L)`` of each micro-batch, queued to the host for later epochs."""
     corrected: OldPolicy | None
     """The current policy with weights and rejection, if a scoring pass computed them ahead."""
-
-    def present(self, log_probs: Float[Tensor, "M W"]) -> OldPolicy:
-        """The current policy as the old one of later epochs. Call it once the host has waited for the device."""
-        means = torch.cat(self.means).unflatten(0, log_probs.shape) if self.means else None
-        return OldPolicy(log_probs=log_probs, means=means)
 
 
 def _read(log_probs: Tensor, metrics: LossMetrics, norm: Tensor) -> tuple[Tensor, LossMetrics, float]:

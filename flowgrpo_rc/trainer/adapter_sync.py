@@ -53,7 +53,7 @@ class AdapterSync:
     @property
     def behind(self) -> int:
         """Steps between the adapter that drew the current batch and the actor's; 0 before the first ``push``."""
-        return self._known[-1].version - self._of_current_batch.version if self._known else 0
+        return self._known[-1].version - self._of_batch(self._known[-1].version).version if self._known else 0
 
     @property
     def older(self) -> dict[int, dict[str, Tensor]]:
@@ -117,7 +117,7 @@ class AdapterSync:
     @contextmanager
     def actor_at_rollout_version(self) -> Iterator[None]:
         """Inside, the actor has the adapter that drew the current batch; afterwards its own again, bit for bit."""
-        drew = self._of_current_batch.state if self.behind else None
+        drew = self._of_batch(self._known[-1].version).state if self.behind else None
         if drew is None:
             yield
             return
@@ -127,10 +127,6 @@ class AdapterSync:
             yield
         finally:
             load_adapter_state(self._actor.transformer, own)
-
-    @property
-    def _of_current_batch(self) -> KnownAdapter:
-        return self._of_batch(self._known[-1].version)
 
     def _of_batch(self, step: int) -> KnownAdapter:
         """The newest adapter at least ``lag`` steps older than the actor's at batch ``step``, or the oldest known."""

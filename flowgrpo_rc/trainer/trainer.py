@@ -86,7 +86,6 @@ class FlowGRPOTrainer:
         self.accelerator = run.accelerator
         self._main = self.accelerator.is_main_process
         self._fitted = False
-        self.window = config.actor_rollout_ref.rollout.window
         self.timer = StageTimer(self.accelerator.device)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), run.total_steps)
         self.outputs = RunOutputs(self.folder, self.logger.alert)
@@ -261,7 +260,14 @@ class FlowGRPOTrainer:
                         self.rollouts.abandon()
                     self._finish()
             except Exception as error:
-                self._report_failure(error)
+                foreseen = type(error).__module__.startswith("flowgrpo_rc") or isinstance(error, OSError)
+                # An error that nobody foresaw shows its traceback, after a line on what remains.
+                if self._main and not foreseen:
+                    newest = self.checkpoints.newest_complete()
+                    then = "there is no checkpoint"
+                    if newest is not None:
+                        then = f"{newest} remains; continue with trainer.resume_mode=auto"
+                    print(f"The run failed after step {self.step} of {self.run.total_steps}; {then}", file=sys.stderr)
                 raise
             finally:
                 self.run.engine.close()
@@ -352,9 +358,9 @@ class FlowGRPOTrainer:
     def _announce(self) -> None:
         """Print what the numbers of the configuration amount to."""
         say = self.logger.say
-        processes = self.accelerator.num_processes
+        window = self.config.actor_rollout_ref.rollout.window
         rc = self.mode.rollout_correction
-        for text in announcement(self.config, rc, self.folder.root, self.window, processes):
+        for text in announcement(self.config, rc, self.folder.root, window, self.accelerator.num_processes):
             say(text)
         say(f"Prompts: {self.run.encoding}; in {self.run.store.folder}")
         if self.run.actor.recomputes:
@@ -387,14 +393,6 @@ class FlowGRPOTrainer:
                 if select.select([], [2], [], 0)[1]:
                     os.write(2, b"\nStopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
 
-    def _report_failure(self, error: Exception) -> None:
-        """Print the last step and the remaining checkpoint before the traceback of an error that nobody foresaw."""
-        foreseen = type(error).__module__.startswith("flowgrpo_rc") or isinstance(error, OSError)
-        if self._main and not foreseen:
-            newest = self.checkpoints.newest_complete()
-            then = f"{newest} remains; continue with trainer.resume_mode=auto" if newest else "there is no checkpoint"
-            print(f"The run failed after step {self.step} of {self.run.total_steps}; {then}", file=sys.stderr)
-
     def probed_run(self) -> "ProbedRun":
         """The parts of this run that ``flowgrpo_rc.gap.probe`` measures, before the first step."""
         # Training needs nothing of the probe's research.
@@ -405,7 +403,7 @@ class FlowGRPOTrainer:
             model=parts.model,
             rollout=parts.rollout,
             mode=ModeInForce.configured(parts.actor),
-            window=self.window,
+            window=parts.rollout.window,
             actor=self.run.actor,
             prompts=self.run.train_prompts,
             condition=lambda prompts: self.run.conditioning(prompts, parts.rollout.pipeline),
