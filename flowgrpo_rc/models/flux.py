@@ -89,7 +89,7 @@ class FluxKontext(Flux):
         return replace(encoded, references=torch.cat(tokens).cpu(), reference_grids=grids)
 
     def _reference_size(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
-        # The trained resolutions, of which the nearest in shape counts, apply to the pipeline's own area only.
+        # The nearest trained resolution in shape counts, for the pipeline's own area only.
         if area is not None:
             return scaled_size(image, area, self._multiple)
         from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS

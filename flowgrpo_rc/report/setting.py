@@ -10,7 +10,7 @@ UNFINISHED = "running or interrupted"
 
 
 def headline(findings: Sequence[Finding], history: History) -> str:
-    """The verdict in a few words, on findings of which the worst come first."""
+    """The verdict in a few words; the worst findings come first."""
     level = worst(findings)
     count = sum(f.level == level for f in findings)
     reached, _, state = progress(history).partition(", ")

@@ -256,7 +256,7 @@ def fingerprint(
     # Clones, so that the whole tensors that a sharded transformer gathers are freed.
     samples = [whole(p).flatten()[:256].clone() for p in frozen[:: max(1, len(frozen) // 16)]]
     transformer["weights"] = values_digest(samples)
-    # The digest of a text encoder is that of its files, since a run may never load it.
+    # A text encoder's files are digested, since a run may never load it.
     parts: dict[str, Any] = dict(model.digests)
     for name, part in model.pipe.components.items():
         if isinstance(part, torch.nn.Module) and name not in parts:

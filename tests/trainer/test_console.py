@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from flowgrpo_rc.trainer import console
 from flowgrpo_rc.trainer.console import surviving_console
 
 
@@ -80,3 +81,16 @@ def test_a_gone_reader_leaves_nothing_for_the_interpreters_last_flush(monkeypatc
         print("x" * 100_000)
     stream.write("a library's own reference to the stream")
     stream.close()
+
+
+def test_a_reader_that_stands_still_is_waited_for_once(monkeypatch):
+    """A pipe that nobody empties would block the write for ever, and with it a stop."""
+    monkeypatch.setattr(console, "PATIENCE_S", 0.05)
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with surviving_console() as (out, _):
+            for _ in range(3):
+                print("x" * 200_000)
+            assert isinstance(out.failure, TimeoutError)
+    os.close(read)
