@@ -179,6 +179,8 @@ def pytest_addoption(parser):
 def pytest_sessionstart(session):
     """Import the heavy libraries before the clock of ``--cpu-limit`` runs, so that no test is charged for them."""
     if session.config.getoption("--cpu-limit") is not None:
+        import torch._dynamo  # noqa: F401  # fake tensors load it at their first use
+
         import flowgrpo_rc.models.load
         import flowgrpo_rc.trainer.trainer  # noqa: F401
 

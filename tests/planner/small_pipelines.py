@@ -37,6 +37,8 @@ FLUX = {
 }
 PLAIN = {"recompute": False, "reference": False, "detached": False, "accumulates": False}
 """Arguments of an update that does nothing more than learn."""
+KL_VAE = {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}
+TINY_VAE = shipped("assets") / "tiny_qwen_image" / "vae" / "config.json"
 _SOURCES = {
     "qwen": ("Qwen/Qwen-Image", QWEN),
     "sd3": ("stabilityai/stable-diffusion-3.5-medium", SD3),
@@ -54,14 +56,13 @@ def write(folder, family, **changes):
             content |= small | changes
         elif part.startswith("text_encoder"):
             continue
+        elif part == "vae":  # at full size it is slow, fake or not
+            content |= json.loads(TINY_VAE.read_text()) if family == "qwen" else KL_VAE
         elif file.name == "model_index.json":
             content = {key: value for key, value in content.items() if not key.startswith("text_encoder")}
         target = Path(folder) / file.relative_to(SHIPPED / name)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(content))
-    if family == "qwen":  # its decoder at full size is slow, fake or not
-        tiny = shipped("assets") / "tiny_qwen_image" / "vae" / "config.json"
-        (Path(folder) / "vae" / "config.json").write_text(tiny.read_text())
     return str(folder)
 
 

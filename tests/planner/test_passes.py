@@ -7,7 +7,7 @@ import torch
 from small_pipelines import PLAIN, write
 
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.planner.passes import Passes, kinds_of
+from flowgrpo_rc.planner.passes import Passes
 from flowgrpo_rc.planner.pipeline import FakePipeline
 from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig
 
@@ -33,13 +33,16 @@ KINDS = {
 }
 
 
+@pytest.fixture
+def passes(family, tmp_path):
+    """Passes of one family, without guidance."""
+    return passes_of(write(tmp_path, family), family)
+
+
 @pytest.mark.parametrize("family", KINDS)
-def test_blocks_are_told_apart_by_their_shape_and_decoding_is_linear_in_images(family, tmp_path):
-    folder = write(tmp_path, family)
-    kinds = kinds_of(FakePipeline(folder, torch.float32).transformer)
-    assert [(kind.name, len(kind.blocks)) for kind in kinds] == KINDS[family]
-    of = passes_of(folder, family)
-    one, two = of.decode(1), of.decode(2)
+def test_blocks_are_told_apart_by_their_shape_and_decoding_is_linear_in_images(family, passes):
+    assert [(kind.name, len(kind.blocks)) for kind in passes.kinds] == KINDS[family]
+    one, two = passes.decode(1), passes.decode(2)
     assert two.peak == pytest.approx(2 * one.peak, rel=0.01)
     assert two.forward_flops == 2 * one.forward_flops > 0
 

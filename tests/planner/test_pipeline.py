@@ -1,7 +1,6 @@
 """Pipelines from configuration files: exact counts, and no memory."""
 
 import json
-from functools import cache
 
 import pytest
 import torch
@@ -30,16 +29,10 @@ def test_every_shipped_pipeline_is_counted():
     assert shipped_names() == sorted(COUNTS)
 
 
-@cache
-def in_bfloat16(name):
-    """A shipped pipeline, built once."""
-    return FakePipeline(name, torch.bfloat16)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters_of_shipped_pipelines(name):
-    pipeline = in_bfloat16(name)
+    pipeline = FakePipeline(name, torch.bfloat16)
     transformer, vae, text_encoders = COUNTS[name]
     assert parameters_of(pipeline.transformer) == transformer
     assert parameters_of(pipeline.vae) == vae
@@ -50,10 +43,10 @@ def test_parameters_of_shipped_pipelines(name):
             assert tensor.dtype == torch.bfloat16 or not tensor.is_floating_point()
 
 
-def test_position_embeddings_of_sd3_are_weights_that_no_parameter_counts():
-    """384 x 384 places of 1536 numbers."""
-    pipeline = in_bfloat16("stabilityai/stable-diffusion-3.5-medium")
-    assert bytes_of(pipeline.transformer) == 2 * (2_243_171_520 + 384 * 384 * 1536)
+def test_position_embeddings_of_sd3_are_weights_that_no_parameter_counts(tmp_path):
+    """32 x 32 places of 64 numbers, of four bytes each."""
+    transformer = FakePipeline(write(tmp_path, "sd3"), torch.float32).transformer
+    assert bytes_of(transformer) == 4 * (parameters_of(transformer) + 32 * 32 * 64)
 
 
 def test_the_tiny_model_is_counted_as_it_is_loaded(tiny_model):
