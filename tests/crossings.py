@@ -65,12 +65,13 @@ class OnDevice(torch.Tensor):
         stays = _note_operation(name, args, kwargs)
         if kwargs.get("device") is not None:
             kwargs["device"] = "cpu"
-        plain_args, plain_kwargs = tree_map_only(torch.Tensor, _computed, (args, kwargs))
-        result = function(*plain_args, **plain_kwargs)
+        result = function(*map(_computed, args), **{key: _computed(value) for key, value in kwargs.items()})
         if result is None:  # lists of tensors are changed in place
             return None
         if name.endswith("_") and not name.endswith("__"):
             return args[0]
+        if isinstance(result, torch.Tensor):
+            return OnDevice(result) if stays else result
         return tree_map_only(torch.Tensor, OnDevice, result) if stays else result
 
 
@@ -207,14 +208,17 @@ def _added_mask(mask):
     return OnDevice(torch.zeros(mask.shape).masked_fill(~mask.values, -torch.inf))
 
 
-def _computed(tensor):
-    """What the processor computes with."""
-    if isinstance(tensor, OnDevice):
-        return tensor.values
-    if tensor.is_meta:  # the zero of autograd's own ``where``: what Python hands to one has been made a tensor before
-        assert tensor.dim() == 0
-        return torch.zeros((), dtype=tensor.dtype)
-    return tensor
+def _computed(value):
+    """An argument as the processor computes with it."""
+    if isinstance(value, OnDevice):
+        return value.values
+    if isinstance(value, list | tuple):
+        return [_computed(one) for one in value]
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        # The zero of autograd's own ``where``: what Python hands to one has been made a tensor before.
+        assert value.dim() == 0
+        return torch.zeros((), dtype=value.dtype)
+    return value
 
 
 def _values(tensor):

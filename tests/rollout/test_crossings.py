@@ -12,7 +12,7 @@ from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 
 LORA = ModelConfig(lora_rank=4, lora_alpha=4)
-STEPS, IMAGES, MICRO = 5, 4, 2
+STEPS, IMAGES, MICRO = 3, 4, 2
 BATCHES = IMAGES // MICRO
 
 
@@ -31,7 +31,7 @@ def request_for(model, cfg):
         prompt_index=torch.tensor([0, 0, 1, 1]),
         num_inference_steps=STEPS,
         seeds=[1, 2, 3, 4],
-        window_starts=torch.tensor([0, 2, 1, 1]),
+        window_starts=torch.tensor([0, 1, 1, 0]),
         window_size=2,
         noise_level=0.7,
         record_means=True,
