@@ -29,8 +29,7 @@ from machine import describe
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.gap.probe import sample_and_rescore
-from flowgrpo_rc.gap.research.drift import DriftMeter
-from flowgrpo_rc.gap.research.log_ratio_distribution import resample
+from flowgrpo_rc.gap.research.drift import DriftMeter, resample
 from flowgrpo_rc.gap.statistics import apply_limits
 from flowgrpo_rc.loss import diffusion_loss_sums
 from flowgrpo_rc.trainer import FlowGRPOTrainer

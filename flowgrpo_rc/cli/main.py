@@ -74,17 +74,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="flowgrpo-rc",
-        description="FlowGRPO training of flow-matching image models with rollout correction.",
+        prog="flowgrpo-rc", description="FlowGRPO training of flow-matching image models with rollout correction."
     )
     parser.add_argument("--version", action="version", version=f"flowgrpo_rc {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     demo = "train the tiny model that comes with the package (a few minutes on two cores)"
-    for name, default, text in (
-        ("train", BASE_CONFIG, "train a LoRA with FlowGRPO"),
-        ("demo", DEMO_CONFIG, demo),
-    ):
+    for name, default, text in (("train", BASE_CONFIG, "train a LoRA with FlowGRPO"), ("demo", DEMO_CONFIG, demo)):
         command = add_command(commands, name, text)
         add_configuration(command, default)
         command.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
@@ -168,11 +164,11 @@ def _encode(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.report import read_run, worst, write_report
-    from flowgrpo_rc.report.setting import headline
+    from flowgrpo_rc.report.page import headline
 
     run = read_run(arguments.folder)
     path, findings = write_report(run, arguments.out)
-    print("\n".join([headline(findings, run.history), *run.notes]))
+    print(headline(findings, run.history))
     for finding in findings:
         if finding.level != "ok":
             print(f"  {finding.level:8} {finding.check}: {finding.measured} ({finding.band})")

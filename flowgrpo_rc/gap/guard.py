@@ -6,7 +6,6 @@ stale adapter the policy's movement since. Limits and remedies are those of ``sa
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from accelerate import PartialState
@@ -20,20 +19,10 @@ ENGINE_GAP_METRIC = "rollout_sync/engine_gap_per_dimension"
 OUTSIDE_CLIP_METRIC = "rollout_sync/outside_clip"
 
 
-@dataclass(frozen=True)
-class GuardOutcome:
-    """The guard's decision after an update."""
-
-    mode: ModeInForce
-    """The mode for the next update."""
-    metrics: dict[str, float]
-    """``guard/...``; empty if the guard is off."""
-
-
 class Guard:
     """Called once per update with its metrics; warns, and with ``guard=fallback`` changes the mode.
 
-    It changes nothing but its own counts: the trainer puts the returned mode in force.
+    It changes nothing but its own counts: the trainer puts ``mode`` in force.
 
     Args:
         configured: the mode of the configuration; ``guard...`` of its correction are limits and reaction.
@@ -58,14 +47,14 @@ class Guard:
         """The mode of the next update."""
         return self._configured.decoupled() if self.fallen_back else self._configured
 
-    def __call__(self, metrics: dict[str, float], step: int) -> GuardOutcome:
-        """Take an update's metrics, the same on every process.
+    def __call__(self, metrics: dict[str, float], step: int) -> dict[str, float]:
+        """Take an update's metrics, the same on every process; return the guard's own.
 
-        Returned metrics: ``guard/alarms`` counts the figures in alarm; ``guard/alarm_<figure>`` is 1 for each of them,
-        and after a fallback for its causes; ``guard/fallback`` is 1 after a fallback.
+        ``guard/alarms`` counts the figures in alarm; ``guard/alarm_<figure>`` is 1 for each of them, and after a
+        fallback for its causes; ``guard/fallback`` is 1 after a fallback. Empty if the guard is off.
         """
         if self._correction.guard == "off":
-            return GuardOutcome(self.mode, {})
+            return {}
         readings = self._readings(metrics)
         # A single batch may be unlucky; only updates in a row make an alarm.
         for figure, value in readings.items():
@@ -84,9 +73,8 @@ class Guard:
         elif self.fallen_back:
             self._consider_return(metrics, readings, step)
         causes = {*alarms, *(self._causes if self.fallen_back else ())}
-        found = {f"guard/alarm_{figure}": float(figure in causes) for figure in LIMITS}
         counts = {"guard/alarms": float(len(alarms)), "guard/fallback": float(self.fallen_back)}
-        return GuardOutcome(self.mode, counts | found)
+        return counts | {f"guard/alarm_{figure}": float(figure in causes) for figure in LIMITS}
 
     def _readings(self, metrics: dict[str, float]) -> dict[str, float]:
         """The figures to watch in the present mode."""
@@ -154,10 +142,8 @@ class Guard:
         self._safe_updates = state["safe"]
         self._returns = state["returns"]
         self._causes = set(state.get("causes", ()))
-        if not (state["fallen_back"] and self._configured.bypasses):
-            return
-        self.fallen_back = self._correction.guard == "fallback"
-        follows = f"; guard={self._correction.guard} takes it back to bypass"
-        if self.fallen_back:
-            follows = ", and goes on there"
-        self.say(f"guard: this run had fallen back to decoupled mode{follows}")
+        if state["fallen_back"] and self._configured.bypasses:
+            self.fallen_back = self._correction.guard == "fallback"
+            back = f"; guard={self._correction.guard} takes it back to bypass"
+            follows = ", and goes on there" if self.fallen_back else back
+            self.say(f"guard: this run had fallen back to decoupled mode{follows}")

@@ -24,8 +24,7 @@ from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.intervals import looks
-from flowgrpo_rc.gap.research.drift import Drift, DriftMeter
-from flowgrpo_rc.gap.research.log_ratio_distribution import resample
+from flowgrpo_rc.gap.research.drift import Drift, DriftMeter, resample
 from flowgrpo_rc.gap.safety import Advice, StepGap, advise, decisive, judge_all
 from flowgrpo_rc.gap.statistics import GapSample, apply_limits, row_gap_quantile, step_gap
 from flowgrpo_rc.loss.objectives import OBJECTIVES

@@ -61,8 +61,6 @@ class GapLimit:
     """Key of ``algorithm.rollout_correction`` that sets one of the two, and with it the guard's alarm."""
     guards_costs: bool = False
     """``setting`` is for ``costs`` instead of ``not_safe``."""
-    source: str
-    """Evidence for the numbers: the runs of ``docs/learning.md`` and ``docs/gap_study.md``."""
 
     def alarm(self, correction: RolloutCorrectionConfig) -> float:
         """Value above which the guard raises an alarm."""
@@ -75,7 +73,9 @@ class GapLimit:
 
 _DEFAULTS = RolloutCorrectionConfig()
 
+# The evidence is the runs of docs/learning.md and docs/gap_study.md.
 LIMITS: dict[str, GapLimit] = {
+    # At .29 to .33 three of five runs unlearned, at .2 none.
     CLIP: GapLimit(
         costs=float(_DEFAULTS.guard_clip_fraction),
         not_safe=0.25,
@@ -83,26 +83,12 @@ LIMITS: dict[str, GapLimit] = {
         # The guard warns early, since a wider clip band costs a running job little. A probe that refused at the same
         # share would refuse runs that learn.
         guards_costs=True,
-        source="at .29 to .33 three of five runs unlearned, at .2 none",
     ),
-    REJECTED: GapLimit(
-        costs=0.1,
-        not_safe=float(_DEFAULTS.guard_rejected_fraction),
-        setting="guard_rejected_fraction",
-        source="A fifth rejected did not hurt; half is half of the rollouts for nothing",
-    ),
-    ZEROED: GapLimit(
-        costs=0.05,
-        not_safe=float(_DEFAULTS.guard_rejected_fraction),
-        setting="guard_rejected_fraction",
-        source="What is dropped trains nothing",
-    ),
-    ENGINE_GAP: GapLimit(
-        costs=5e-3,
-        not_safe=float(_DEFAULTS.guard_engine_gap),
-        setting="guard_engine_gap",
-        source="bfloat16 gave 2.4e-4, fp8 weights 9e-4; at .05 the engine computes something else",
-    ),
+    # A fifth rejected did not hurt; half is half of the rollouts for nothing.
+    REJECTED: GapLimit(costs=0.1, not_safe=float(_DEFAULTS.guard_rejected_fraction), setting="guard_rejected_fraction"),
+    ZEROED: GapLimit(costs=0.05, not_safe=float(_DEFAULTS.guard_rejected_fraction), setting="guard_rejected_fraction"),
+    # bfloat16 gave 2.4e-4, fp8 weights 9e-4; at .05 the engine computes something else.
+    ENGINE_GAP: GapLimit(costs=5e-3, not_safe=float(_DEFAULTS.guard_engine_gap), setting="guard_engine_gap"),
 }
 
 DRIFT_SAFE = 0.006

@@ -202,10 +202,7 @@ def apply_limits(mode: ModeInForce, sample: GapSample, limits: Mapping[str, Tens
 
 
 def step_gap(
-    steps: SampledSteps,
-    timestep: float | None,
-    confidence: float = CONFIDENCE,
-    expected: SampledSteps | None = None,
+    steps: SampledSteps, timestep: float | None, confidence: float = CONFIDENCE, expected: SampledSteps | None = None
 ) -> StepGap:
     """Compute the statistics of these steps' gaps.
 

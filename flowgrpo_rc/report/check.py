@@ -1,4 +1,7 @@
-"""A check: a measurement, the limits of its value, and the remedy beyond them."""
+"""A check: a measurement, the limits of its value, and the remedy beyond them.
+
+``docs/report.md`` has the evidence for the limits of each check.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,12 +41,10 @@ class Check:
     name: str
     title: str
     measure: Measure
-    sde: HealthyRange | None
+    sde: HealthyRange
     """For SDE steps, whose log-probs are means over latent dimensions."""
     tokens: HealthyRange | None = AS_SDE
     """For tokens."""
-    reason: str
-    """Evidence for the limits."""
     limits: str = ""
     """The limits in words, if their numbers are only a code."""
     of_densities: bool = False
@@ -53,14 +54,9 @@ class Check:
     of_weights: bool = False
     """It judges importance weights. If they only diagnose, none of their values is a problem by itself."""
 
-    def __post_init__(self) -> None:
-        if self.tokens is AS_SDE:
-            # The class is frozen; most checks have one limit for both.
-            object.__setattr__(self, "tokens", self.sde)
-
     def limits_for(self, history: History) -> HealthyRange | None:
         """The limits for the run's kind of log-prob."""
-        return self.sde if history.sde else self.tokens
+        return self.sde if history.sde or self.tokens is AS_SDE else self.tokens
 
     def advice_for(self, history: History) -> str:
         """The remedy for the run."""

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from flowgrpo_rc.gap.safety import LIMITS, REJECTED, ZEROED
+from flowgrpo_rc.gap.safety import REJECTED, ZEROED
 from flowgrpo_rc.report.check import Check, Measurement, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.checks_gap import shared_check
 from flowgrpo_rc.report.finding import HealthyRange, number
@@ -58,7 +58,6 @@ WEIGHT_CHECKS = (
         measure=recent_mean("rollout_corr/rollout_is_mean"),
         sde=HealthyRange(0.95, 1.05, 0.5, 2.0),
         tokens=HealthyRange(0.8, 1.25, 0.5, 2.0),
-        reason="Unbounded weights average to 1; half or twice that is a systematic shift.",
         advice="Check that the log-probs belong to the samples; raise rollout_is_threshold, or refresh rollouts.",
     ),
     Check(
@@ -67,7 +66,6 @@ WEIGHT_CHECKS = (
         measure=recent_mean("rollout_corr/rollout_is_std"),
         sde=HealthyRange(high=0.1, problem_high=1.0),
         tokens=HealthyRange(high=0.5, problem_high=1.0),
-        reason="At a spread of 1 the effective sample size is a half.",
         advice="Lower rollout_is_threshold, or use rollout_is=token or geometric.",
     ),
     Check(
@@ -76,7 +74,6 @@ WEIGHT_CHECKS = (
         measure=recent_mean("rollout_corr/rollout_is_eff_sample_size"),
         sde=HealthyRange(low=0.9, problem_low=0.3),
         tokens=HealthyRange(low=0.5, problem_low=0.3),
-        reason="Below .3 a third of the batch carries the gradient.",
         advice="Lower rollout_is_threshold, use rollout_is=token or geometric, or reject with rollout_rs.",
     ),
     Check(
@@ -84,7 +81,6 @@ WEIGHT_CHECKS = (
         title="Weights beyond their bounds",
         measure=weights_outside,
         sde=HealthyRange(high=0.05, problem_high=0.3),
-        reason="Bounds are for the few; what they cut off is bias.",
         advice="Bring engine and actor closer, or widen rollout_is_threshold.",
     ),
     Check(
@@ -93,7 +89,6 @@ WEIGHT_CHECKS = (
         measure=weights_at_the_bound,
         sde=HealthyRange(high=0.5),
         tokens=None,
-        reason="Weights of SDE steps are 1 +- 1e-3; one at the bound in most batches is a broken sample.",
         advice="Find that sample (logprob_abs_diff_max), or reject it with rollout_rs; the gap is larger than assumed.",
     ),
     shared_check(
@@ -108,7 +103,6 @@ WEIGHT_CHECKS = (
         measure=recent_mean("rollout_corr/rollout_is_batch_norm_factor"),
         sde=HealthyRange(0.95, 1.05, 0.5, 2.0),
         tokens=HealthyRange(0.8, 1.25, 0.5, 2.0),
-        reason="A factor far from 1 hides the drift that is_mean would show.",
         advice="Look for the cause of the shift; normalisation only rescales the gradient.",
     ),
 )
@@ -116,19 +110,12 @@ WEIGHT_CHECKS = (
 
 CORRECTION_CHECKS = (
     *(replace(check, of_weights=True) for check in WEIGHT_CHECKS),
-    shared_check(
-        REJECTED,
-        name="rejected",
-        title="Rejected samples",
-        measure=rejected,
-        reason=f"{LIMITS[REJECTED].source} (the guard's limit).",
-    ),
+    shared_check(REJECTED, name="rejected", title="Rejected samples", measure=rejected),
     Check(
         name="veto",
         title="Rows vetoed",
         measure=recent_max("rollout_corr/rollout_is_veto_fraction"),
         sde=HealthyRange(high=0.0, problem_high=0.1),
-        reason="A vetoed ratio is 1e-4 or less: never rounding.",
         advice="Look at those samples: prompt, mask and log-probs; do not just relax rollout_token_veto_threshold.",
     ),
     Check(
@@ -137,7 +124,6 @@ CORRECTION_CHECKS = (
         measure=recent_mean("rollout_corr/logprob_abs_diff_mean"),
         sde=HealthyRange(high=5e-3, problem_high=0.05),
         tokens=HealthyRange(high=0.05, problem_high=0.5),
-        reason="Stale adapters gave 2e-3 and learned; at .05 the engine computes something else.",
         of_densities=True,
         advice=closer_or_decoupled,
     ),
@@ -147,7 +133,6 @@ CORRECTION_CHECKS = (
         measure=recent_mean("rollout_corr/kl", away_from=0),
         sde=HealthyRange(high=5e-3, problem_high=0.05),
         tokens=HealthyRange(high=0.05, problem_high=0.1),
-        reason="A steady offset is not rounding, which has either sign; for tokens .1 is the customary alarm.",
         of_densities=True,
         advice="Compare the weights, noise schedule and temperature of engine and actor.",
     ),
@@ -157,7 +142,6 @@ CORRECTION_CHECKS = (
         measure=recent_mean("rollout_corr/k3_kl"),
         sde=HealthyRange(high=1e-5, problem_high=1e-3),
         tokens=HealthyRange(high=0.05, problem_high=0.1),
-        reason="Half the square of the gap: 1e-5 at 5e-3, 1e-3 at .05; it cannot cancel.",
         of_densities=True,
         advice="Raise the engine's precision, or refresh its weights more often.",
     ),
@@ -167,7 +151,6 @@ CORRECTION_CHECKS = (
         measure=recent_mean("rollout_corr/chi2_token"),
         sde=HealthyRange(high=1e-2, problem_high=1.0),
         tokens=HealthyRange(high=0.5, problem_high=1.0),
-        reason="At 1, weights that are not bounded have a spread of 1.",
         advice="Use rollout_is=token with a low threshold, or reject with rollout_rs.",
     ),
     Check(
@@ -176,7 +159,6 @@ CORRECTION_CHECKS = (
         measure=recent_mean("rollout_corr/chi2_seq"),
         sde=HealthyRange(high=5e-2, problem_high=1.0),
         tokens=HealthyRange(high=10.0),
-        reason="The same of products; over long responses it is large for any engine, hence no problem limit there.",
         advice="Use rollout_is=token or geometric instead of sequence.",
     ),
     Check(
@@ -185,7 +167,6 @@ CORRECTION_CHECKS = (
         measure=recent_mean("rollout_corr/ppl_ratio", away_from=1),
         sde=HealthyRange(high=5e-3, problem_high=0.05),
         tokens=HealthyRange(high=0.1, problem_high=0.5),
-        reason="As kl, with each row counting once; the value held against the limits is the distance from 1.",
         of_densities=True,
         advice="Compare the weights, noise schedule and temperature of engine and actor.",
     ),
@@ -195,7 +176,6 @@ CORRECTION_CHECKS = (
         measure=recent_mean("rollout_corr/log_ppl_abs_diff"),
         sde=HealthyRange(high=5e-3, problem_high=0.05),
         tokens=HealthyRange(high=0.1, problem_high=1.0),
-        reason="For tokens, above 1 the engine computes something else; an SDE step's log-prob is far smaller.",
         of_densities=True,
         advice="Compare dtype, quantization, kernels and weights of engine and actor before training on.",
     ),

@@ -111,25 +111,17 @@ def shared_check(figure: str, **fields: Any) -> Check:
     """
     limit = LIMITS[figure]
     limits = HealthyRange(high=limit.costs, problem_high=limit.not_safe)
-    fields = {"reason": f"{limit.source}.", **fields}
     return Check(sde=limits, advice=lambda history: f"{history.remedy(figure)}.", **fields)
 
 
 GAP_CHECKS = (
-    shared_check(
-        CLIP,
-        name="clip_first",
-        title="Clipped before anything is learned",
-        measure=clipped_first,
-        reason=f"The engine's error picks what is learned: {LIMITS[CLIP].source}.",
-    ),
+    shared_check(CLIP, name="clip_first", title="Clipped before anything is learned", measure=clipped_first),
     Check(
         name="gap_vs_clip",
         title="Gap against the clip band",
         measure=clip_share("the gap before each update ({metric})", GAP[1], GAP[0]),
         sde=HealthyRange(high=0.5, problem_high=0.8),
         tokens=None,
-        reason="Of a normal gap, a tenth lies outside the clip band at .5 and a third at .8.",
         advice=calibrate_or_widen,
     ),
     Check(
@@ -138,7 +130,6 @@ GAP_CHECKS = (
         measure=gap_at_the_worst_timestep,
         sde=HealthyRange(high=1.0, problem_high=2.0),
         tokens=None,
-        reason="Of a normal gap, two fifths of that timestep lie outside the clip band at 1 and seven tenths at 2.",
         advice=lambda history: f"{history.remedy(CLIP_AT_TIMESTEP)}.",
     ),
     Check(
@@ -147,7 +138,6 @@ GAP_CHECKS = (
         measure=clip_share("the staleness of the engine's adapter", "rollout_sync/staleness_abs_mean"),
         sde=HealthyRange(high=0.5, problem_high=2.0),
         tokens=None,
-        reason="Staleness uses up bypass mode's clip band too; four batches of lag gave about 1 and still learned.",
         advice="Lower rollout.ahead, adapter_lag or actor.optim.lr, or set rollout_correction.bypass_mode=false.",
     ),
     shared_check(
@@ -162,7 +152,6 @@ GAP_CHECKS = (
         title="Growth of the gap",
         measure=gap_growth,
         sde=HealthyRange(high=2.0, problem_high=10.0),
-        reason="Measured runs grew by a quarter at most; precision does not change during a run.",
         advice="Look for weights that stopped arriving at the engine, or for an adapter that outgrew its precision.",
     ),
     Check(
@@ -171,7 +160,6 @@ GAP_CHECKS = (
         measure=gap_outliers,
         sde=HealthyRange(high=20.0),
         tokens=None,
-        reason="Healthy runs had 5 to 9; beyond 20 single samples are off, not the precision.",
         advice="Find the sample or timestep (logprob_abs_diff/ts_*), or reject it with rollout_rs=seq_mean_k1.",
     ),
     Check(
@@ -180,7 +168,6 @@ GAP_CHECKS = (
         measure=float32_deviation,
         sde=HealthyRange(high=1e-6, problem_high=1e-4),
         tokens=None,
-        reason="Same weights, precision and code leave only rounding.",
         advice="Compare noise level, guidance, latents and adapter of rollout and update: they are not the same.",
     ),
     Check(
@@ -188,7 +175,6 @@ GAP_CHECKS = (
         title="Clipped over all mini-steps",
         measure=clipped("actor/pg_clipfrac"),
         sde=HealthyRange(high=0.3, problem_high=0.6),
-        reason="Healthy runs stayed below .22; with most samples clipped little is learned from a batch.",
         advice=lambda history: f"{_widen_limit(history)}, lower actor.optim.lr, or take fewer optimizer steps a batch.",
     ),
     Check(
@@ -196,7 +182,6 @@ GAP_CHECKS = (
         title="Gradients that clipping removed",
         measure=clipped("actor/pg_clipfrac_inert"),
         sde=HealthyRange(high=0.2, problem_high=0.4),
-        reason="Half of the clipped samples, where signs are even; healthy runs stayed below .11.",
         advice=lambda history: f"{_widen_limit(history)} or lower actor.optim.lr.",
     ),
 )

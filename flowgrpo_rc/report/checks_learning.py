@@ -178,9 +178,6 @@ LOG_CHECK = Check(
     measure=not_finite,
     sde=HealthyRange(high=0.0, problem_high=0.5),
     limits="healthy: every line read, every step once and in order, every value finite, problem: NaN or infinity",
-    reason="Sees NaN in what was logged; this trainer stops at a NaN before it writes the row, so read its error then. "
-    "A line cut off (.5) is a run that was killed, or writes just now; a step that stands there twice (.5), two runs "
-    "in one folder.",
     advice="Resume from the last checkpoint with trainer.resume_mode=auto; a NaN is named in the run's error.",
 )
 
@@ -236,7 +233,6 @@ LEARNING_CHECKS = (
         title="Training reward holds",
         measure=reward_fall,
         sde=HealthyRange(high=0.05, problem_high=0.1),
-        reason="In batch standard deviations, if beyond three standard errors; runs that unlearned fell by .2.",
         advice="Stop, go back to the best checkpoint, and see to the findings on the gap and the clip first.",
     ),
     Check(
@@ -244,7 +240,6 @@ LEARNING_CHECKS = (
         title="Held-out reward holds",
         measure=held_out_fall,
         sde=HealthyRange(high=0.15, problem_high=0.35),
-        reason="In batch standard deviations, if beyond three standard errors; one evaluation scatters by .1 or more.",
         advice="Go back to the best checkpoint, and look at samples from before and after.",
     ),
     Check(
@@ -252,7 +247,6 @@ LEARNING_CHECKS = (
         title="Groups with equal rewards",
         measure=recent_mean("reward/zero_std_fraction"),
         sde=HealthyRange(high=0.5, problem_high=0.9),
-        reason="A group of equal rewards has no advantages; above .5 most rollouts teach nothing.",
         advice="Choose prompts that are neither solved nor hopeless, raise rollout.n, or use a finer reward.",
     ),
     Check(
@@ -260,7 +254,6 @@ LEARNING_CHECKS = (
         title="Jumps of the gradient",
         measure=gradient_jump,
         sde=HealthyRange(high=10.0, problem_high=100.0),
-        reason="Batches differ by a factor of two or three, not by orders of magnitude.",
         advice="Lower actor.optim.lr or actor.grad_clip, and look at the batch of that step.",
     ),
     Check(
@@ -268,7 +261,6 @@ LEARNING_CHECKS = (
         title="Shift of the policy within a batch",
         measure=policy_shift,
         sde=HealthyRange(high=0.5, problem_high=2.0),
-        reason="In clip bands; measured runs stayed below .35, gap included.",
         advice="Lower actor.optim.lr, or take fewer optimizer steps a batch.",
     ),
     Check(
@@ -277,7 +269,6 @@ LEARNING_CHECKS = (
         measure=guard_alarms,
         sde=HealthyRange(high=0.0),
         limits="healthy: quiet, watch: alarms, or fallen back",
-        reason="How bad an alarm is, the check of its cause says: clip_first, rejected or engine_gap.",
         advice=advice_on_alarms,
     ),
     Check(
@@ -285,8 +276,6 @@ LEARNING_CHECKS = (
         title="Trainer and engines waiting for each other",
         measure=waiting,
         sde=HealthyRange(high=0.5),
-        reason="No split of a few GPUs is even; where one side is idle for half of the time, a GPU of it does more on "
-        "the other side.",
         advice="Give the trainer some of the engines' GPUs; flowgrpo-rc plan --gpus says which split is fastest.",
     ),
 )

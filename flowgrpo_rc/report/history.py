@@ -52,11 +52,6 @@ class Series:
         return Series(self.metric, self.steps[start:stop], self.values[start:stop])
 
     @property
-    def now(self) -> "Series | None":
-        """The points of the run's last ``WINDOW`` training steps; None if the metric is no longer logged."""
-        return None if self.now_from is None else self.part(self.now_from, len(self))
-
-    @property
     def mean(self) -> float:
         """Mean over the points."""
         return fmean(self.values)
@@ -153,9 +148,9 @@ class History:
         return first if first < len(steps) else None
 
     def recent(self, *names: str) -> Series | None:
-        """``series(...).now``."""
+        """Points of ``series`` in the run's last ``WINDOW`` training steps; None if it is no longer logged."""
         series = self.series(*names)
-        return None if series is None else series.now
+        return None if series is None or series.now_from is None else series.part(series.now_from, len(series))
 
     def require(self, *names: str) -> Series:
         """``recent``, of a metric that a measurement cannot do without.

@@ -1,28 +1,25 @@
 """One self-contained HTML page about a run: no script, no request, pictures inline as data URIs.
 
-``page.html`` is its jinja2 template, ``page.css`` its style; this module gathers the values.
+``page.html`` is its jinja2 template, ``page.css`` its style; this module gathers the values, and words for the run.
 """
 
 import base64
-import html
 import io
-import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.report.finding import OK, PROBLEM, WATCH, Finding, number, worst
 from flowgrpo_rc.report.health import check_health, not_checked
-from flowgrpo_rc.report.history import History, finite
+from flowgrpo_rc.report.history import LOSS, ROLLOUT, History, finite
 from flowgrpo_rc.report.panel import SETTINGS, Panel, draw_panel
 from flowgrpo_rc.report.panels import logged_panels
 from flowgrpo_rc.report.run import Run
-from flowgrpo_rc.report.setting import headline, progress, settings
 from flowgrpo_rc.report.summary import key_numbers
 from flowgrpo_rc.run_folder import write_whole
 
+UNFINISHED = "running or interrupted"
 # First line of a page.
 DOCTYPE = "<!DOCTYPE html>"
 WORDS = {OK: "Healthy", WATCH: "Watch", PROBLEM: "Problem"}
@@ -55,8 +52,7 @@ def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[F
     findings = check_health(run.rows, run.config, broken_lines=run.broken_lines)
     target.parent.mkdir(parents=True, exist_ok=True)
     page = build_page(run, findings)
-    # A prompt or a path may hold half a surrogate pair, which UTF-8 cannot encode.
-    write_whole(target, lambda partial: partial.write_text(page, encoding="utf-8", errors="backslashreplace"))
+    write_whole(target, lambda partial: partial.write_text(page, encoding="utf-8"))
     return target, findings
 
 
@@ -68,7 +64,7 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
     files = resources.files("flowgrpo_rc.report")
     # The template escapes every value except ``Markup``.
     environment = Environment(autoescape=True, keep_trailing_newline=True)
-    environment.filters |= {"prose": lambda text: Markup(_prose(text)), "sentence": _sentence}
+    environment.filters |= {"sentence": _sentence}
     template = environment.from_string(files.joinpath("page.html").read_text(encoding="utf-8"))
     history = run.history
     return template.render(
@@ -93,9 +89,79 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
     )
 
 
-def _prose(text: str) -> str:
-    """Escaped text whose numbers and ranges (``9.1e-4``, ``21-30``) stay on one line."""
-    return re.sub(r"(?<![\w.])(\d+-\d+|\d+(?:\.\d+)?e-\d+)", r'<span class="whole">\1</span>', html.escape(text))
+def headline(findings: Sequence[Finding], history: History) -> str:
+    """The verdict in a few words; the worst findings come first."""
+    level = worst(findings)
+    count = sum(f.level == level for f in findings)
+    reached, _, state = progress(history).partition(", ")
+    if level == PROBLEM:
+        more = f" and {count - 1} more" if count > 1 else ""
+        return f"Problem: {findings[0].title.lower()}{more}"
+    if level == WATCH:
+        return f"Watch: {count} of {len(findings)} checks left the healthy range"
+    if not history.trained:
+        return "Nothing to judge yet"
+    # A healthy beginning is no healthy run.
+    if state == UNFINISHED:
+        return f"Healthy so far, {reached}"
+    return f"Healthy: nothing to do in {count} {'check' if count == 1 else 'checks'}"
+
+
+def progress(history: History) -> str:
+    """``step 8 of 30, running or interrupted``."""
+    last = history.steps[-1]
+    total = finite(history.setting("trainer.total_training_steps"))
+    if total is None:
+        return f"step {last}"
+    return f"step {last} of {total:.0f}, {UNFINISHED if last < total else 'finished'}"
+
+
+def settings(history: History) -> list[tuple[str, str]]:
+    """Names and values: engine, actor, batch, correction. Empty without a configuration."""
+    if history.config is None:
+        return []
+
+    def rollout(key: str) -> Any:
+        return history.setting(f"{ROLLOUT}.{key}")
+
+    engine = f"{rollout('name')} in {rollout('dtype')}"
+    if quantized := rollout("quantization"):
+        engine += f", {quantized}-rounded weights"
+    if history.staleness:
+        engine += f", adapter {history.staleness} batches old"
+    mode = history.setting(f"{LOSS}.loss_mode", "")
+    actor = f"{history.setting('actor_rollout_ref.model.dtype')}, {mode}, {_limit(history)}"
+    if history.setting("actor_rollout_ref.actor.detach_unconditional", False) is True:
+        actor += ", no gradient through the unconditional half"
+    prompts = history.setting("data.train_batch_size")
+    mini = history.setting("actor_rollout_ref.actor.ppo_mini_batch_size")
+    batch = f"{prompts} prompts x {rollout('n')} images, mini-batches of {mini} prompts; "
+    batch += f"{rollout('algo.sde_window_size')} of {rollout('pipeline.num_inference_steps')} steps are "
+    batch += f"{rollout('algo.sde_type')}"
+    model = f"{history.setting('actor_rollout_ref.model.path')}"
+    return [("Model", model), ("Engine", engine), ("Actor", actor), ("Batch", batch), *_correction(history)]
+
+
+def _limit(history: History) -> str:
+    """The objective's limit with its number."""
+    limit = history.mode.objective.limit
+    if not history.mode.objective.clips:
+        return f"{limit.key} {history.setting(f'{LOSS}.{limit.key}')}"
+    width = history.clip_width
+    if history.setting(f"{LOSS}.clip_ratio") == "auto":
+        return f"clip_ratio auto, now {number(width)}" if width else "clip_ratio auto"
+    return f"clip_ratio {number(width)}" if width else "no clip_ratio"
+
+
+def _correction(history: History) -> list[tuple[str, str]]:
+    """``explain`` of the rollout correction, one pair per line; a refused section is quoted."""
+    from flowgrpo_rc.correction import explain
+
+    mode = history.configured_mode
+    if mode is None:
+        return [("Correction", f"{history.setting('algorithm.rollout_correction')}, which this version refuses")]
+    lines = explain(mode.rollout_correction).text.splitlines()
+    return [(name, value.strip()) for name, _, value in (line.partition(":") for line in lines)]
 
 
 def _sentence(text: str) -> str:
@@ -106,17 +172,16 @@ def _sentence(text: str) -> str:
 
 
 def figures(history: History) -> list[dict[str, str]]:
-    """Title, picture, values in words and caption of every panel; without a picture, the reason as the caption."""
-    found = []
-    for panel in logged_panels(history):
-        figure = {"title": panel.title, "alt": f"{panel.title}: {panel.words(history)}", "caption": panel.caption}
-        try:
-            figure["uri"] = render(panel, history)
-        # matplotlib raises errors of many classes, and a missing picture is no reason to lose the page.
-        except Exception as error:
-            figure["caption"] = f"This figure cannot be drawn ({type(error).__name__}: {one_line(error, 200)})."
-        found.append(figure)
-    return found
+    """Title, picture, values in words and caption of every panel."""
+    return [
+        {
+            "title": panel.title,
+            "alt": f"{panel.title}: {panel.words(history)}",
+            "caption": panel.caption,
+            "uri": render(panel, history),
+        }
+        for panel in logged_panels(history)
+    ]
 
 
 def render(panel: Panel, history: History) -> str:

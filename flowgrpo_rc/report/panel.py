@@ -238,7 +238,9 @@ def draw_panel(panel: Panel, history: History, figure: Any, title: str | None = 
     if len(labels) > 1 or (labels and title):
         style = {"frameon": False, "borderaxespad": 0.1, "columnspacing": 1.2, "alignment": "left"}
         heading = {"title": title, "title_fontproperties": {"weight": "bold", "size": 11}}
-        figure.legend(loc="outside upper left", ncols=_legend_columns(labels), **style, **heading)
+        # As many columns as fit; 66 characters are about the width of a small figure.
+        columns = max(1, min(4, len(labels), 65 // (6 + max(map(len, labels)))))
+        figure.legend(loc="outside upper left", ncols=columns, **style, **heading)
     if axes.get_xlabel() == "step":
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
 
@@ -252,9 +254,3 @@ def _use_log_scale(axes: Any) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: number(value))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="y", which="minor", length=0)
-
-
-def _legend_columns(labels: Sequence[str]) -> int:
-    """As many columns as fit; 66 characters are about the width of a small figure."""
-    widest = 6 + max(map(len, labels))
-    return next((count for count in (4, 3, 2) if count <= len(labels) and count * widest < 66), 1)

@@ -88,8 +88,9 @@ def _clip_level(history: History) -> list[Level]:
 
 
 def _sample_size_levels(history: History) -> list[Level]:
-    watch, problem = _limits(history, "ess").low, _limits(history, "ess").problem_low
-    return [Level(watch, f"watch below {watch:g}", ":"), Level(problem, f"problem below {problem:g}")]
+    limits = _limits(history, "ess")
+    watch = Level(limits.low, f"watch below {limits.low:g}", ":")
+    return [watch, Level(limits.problem_low, f"problem below {limits.problem_low:g}")]
 
 
 def _veto_levels(history: History) -> list[Level]:

@@ -153,9 +153,9 @@ class FlowGRPOTrainer:
             self.adapter.push(self.step)
         metrics |= {**advantage_metrics, **update.metrics, **sync_metrics}
         # The guard judges the metrics of this step and sets the mode of the next one.
-        outcome = self.run.guard(metrics, self.step)
-        self.mode = outcome.mode
-        return metrics | outcome.metrics | self._peak_memory()
+        metrics |= self.run.guard(metrics, self.step)
+        self.mode = self.run.guard.mode
+        return metrics | self._peak_memory()
 
     def _rollout(self, request: BatchRequest) -> tuple[TensorDict, np.ndarray]:
         """The recorded steps and the images of the batch; its scoring receives images as they are finished."""

@@ -27,8 +27,7 @@ def mode_with(correction=None, **loss):
     """Bypass mode with these loss options and this correction."""
     return ModeInForce.configured(
         DiffusionActorConfig(
-            diffusion_loss=DiffusionLossConfig(**loss),
-            rollout_correction={"bypass_mode": True} | (correction or {}),
+            diffusion_loss=DiffusionLossConfig(**loss), rollout_correction={"bypass_mode": True} | (correction or {})
         )
     )
 

@@ -47,7 +47,7 @@ def feed(guard, count, **changes):
     metrics = HEALTHY | {names[name]: value for name, value in changes.items()}
     found = {}
     for step in range(count):
-        found = guard(metrics, step + 1).metrics
+        found = guard(metrics, step + 1)
     return found
 
 
@@ -118,7 +118,7 @@ def test_weights_of_0_are_watched_where_they_enter_the_loss(prefix, settings, al
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(3):
-            found = guard(HEALTHY | {f"{prefix}rollout_corr/rollout_is_oob_ratio": 0.7}, step).metrics
+            found = guard(HEALTHY | {f"{prefix}rollout_corr/rollout_is_oob_ratio": 0.7}, step)
     assert (found["guard/alarm_zeroed"], found["guard/alarm_rejected"]) == (alarm, 0)
     said = "70% of the importance weights were 0 (limit 50%). Widen rollout_is_threshold, or"
     assert [said in str(w.message) for w in caught] == [True] * alarm
@@ -145,10 +145,10 @@ def test_of_flow_dppo_twice_what_it_leaves_out_is_watched():
     """Its threshold says nothing of the ratio's clip band."""
     guard, said = guarded(f"{RC}.guard=fallback", "actor_rollout_ref.actor.diffusion_loss.loss_mode=flow_dppo")
     for step in range(3):
-        found = guard(HEALTHY | {"actor/pg_clipfrac_first": 0.9, "actor/pg_clipfrac_inert_first": 0.05}, step).metrics
+        found = guard(HEALTHY | {"actor/pg_clipfrac_first": 0.9, "actor/pg_clipfrac_inert_first": 0.05}, step)
     assert found == QUIET
     for step in range(3):
-        found = guard(HEALTHY | {"actor/pg_clipfrac_inert_first": 0.3}, step).metrics
+        found = guard(HEALTHY | {"actor/pg_clipfrac_inert_first": 0.3}, step)
     assert found["guard/fallback"] == 1
     assert "60% of the samples lay outside the trust region before" in said[0]
     assert "Raise diffusion_loss.kl_mask_threshold beyond the gap, or" in said[0]

@@ -119,8 +119,7 @@ def test_verdicts(small_config, overrides, scale, safe, mode, clip):
 
 
 @pytest.mark.parametrize(
-    ("scale", "half"),
-    [(0.0, 1e-3), (1e-7, 1e-3), (2e-3, None), (2e-2, None), (1.0, 0.1), (1e4, 0.1)],
+    ("scale", "half"), [(0.0, 1e-3), (1e-7, 1e-3), (2e-3, None), (2e-2, None), (1.0, 0.1), (1e4, 0.1)]
 )
 def test_the_recommended_rejection_band_holds_the_gap_within_its_bounds(small_config, scale, half):
     """99 % of the images; without a gap the bounds of ``auto``, or rounding alone would reject half of them."""

@@ -166,10 +166,7 @@ def test_limits_and_remedies_need_no_torch():
 def test_an_objective_that_is_added_is_judged_guarded_and_remedied_by_its_record(monkeypatch):
     """One that bounds the squared log ratio: what the gap does to it, and what to do, follows from the table alone."""
     squared = Threshold(
-        key="adv_clip_max",
-        name="trust region",
-        edge="squared log ratio",
-        share_metric="actor/pg_clipfrac_first",
+        key="adv_clip_max", name="trust region", edge="squared log ratio", share_metric="actor/pg_clipfrac_first"
     )
     record = Objective(name="squared", function="none:at_all", limit=squared, measure=lambda ratio, kl, std: ratio**2)
     monkeypatch.setitem(OBJECTIVES, "squared", record)

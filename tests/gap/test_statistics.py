@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowgrpo_rc.gap.research.log_ratio_distribution import PAIRS, SMALLEST_KL, antithetic_noise, log_ratios, resample
+from flowgrpo_rc.gap.research.drift import PAIRS, SMALLEST_KL, antithetic_noise, log_ratios, resample
 from flowgrpo_rc.gap.statistics import GapSample, estimated_kl, gap_metrics, to_nats
 from flowgrpo_rc.sde import Transition, draw, log_prob, transition_kl
 from flowgrpo_rc.trainer import FlowGRPOTrainer

@@ -10,6 +10,12 @@ For a plain clip band of half width ``c`` the drift is the gradient of a penalty
 their distribution. The unit is the policy gradient of a single SDE step of one image: in that unit neither the drift
 nor the reward's own gradient depends on the size of a batch or of the window.
 
+Engine and actor draw a step from Gaussians of one standard deviation and different means. For a sample of the engine,
+the log ratio ``L = log pi_actor - log pi_engine`` of the whole step, in nats, is therefore normal with mean ``-K`` and
+variance ``2 K``, with the Kullback-Leibler divergence ``K`` known in closed form. A sampled image shows one value of
+``L``, its ``K`` the distribution over all noise that it might have had. Shares and expectations are taken over values
+drawn from that distribution, which leaves only the differences between images to chance.
+
 The loss depends on the model only through each step's log-prob and transition mean, which the probe has already
 computed. The loss is therefore differentiated with respect to them first, on the host; then every step passes through
 the model by itself with these derivatives. This separates the timesteps at no extra cost: each step still passes
@@ -30,11 +36,14 @@ from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.gap.intervals import Interval, student_quantile
-from flowgrpo_rc.gap.research.log_ratio_distribution import SMALLEST_KL, antithetic_noise, log_ratios
-from flowgrpo_rc.gap.statistics import to_nats
+from flowgrpo_rc.gap.statistics import GapSample, to_nats
 from flowgrpo_rc.loss import diffusion_loss_sums
 from flowgrpo_rc.models.base import Conditioning
 
+# Antithetic pairs of draws of the noise per image.
+PAIRS = 32
+# Nats; below it the transitions agree to the rounding of their means, and the square root has no gradient.
+SMALLEST_KL = 1e-12
 # Groups of prompts whose gradients are summed apart, to separate their common part from chance. Host memory holds a
 # float32 copy of the adapter for each, and a few more while images are added.
 GROUPS = 8
@@ -46,6 +55,39 @@ SKETCH = 1 << 18
 _Loss = Callable[[dict[str, Tensor], TensorDict], Tensor]
 # Inputs of the loss besides log-probs, means and advantages.
 _SHARED_KEYS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.CLIP_WIDTHS, Key.ROLLOUT_RS_BOUNDS)
+
+
+def antithetic_noise(shape: tuple[int, ...], generator: torch.Generator) -> Float[Tensor, "..."]:
+    """``2 PAIRS`` standard normal draws of this shape, draws first, float64 on the host; they sum to 0."""
+    half = torch.randn(PAIRS, *shape, generator=generator, dtype=torch.float64)
+    return torch.cat([half, -half])
+
+
+def log_ratios(
+    kl: Float[Tensor, "..."], to_nats: Float[Tensor, "..."], noise: Float[Tensor, "draws ..."]
+) -> Float[Tensor, "draws ..."]:
+    """``l`` in the unit of log-probs for each draw: ``(-kl + sqrt(2 kl) noise) / to_nats``.
+
+    Its gradient reaches the actor through ``kl``. Averaged over the noise that gradient equals the one at samples of
+    the engine, since noise orthogonal to the difference of the means moves no log ratio.
+
+    Args:
+        kl: divergence of each step in nats.
+        to_nats: factor from a log ratio to nats.
+        noise: of ``antithetic_noise``.
+    """
+    kl = kl.clamp(min=SMALLEST_KL)
+    return (noise.to(kl) * (2 * kl).sqrt() - kl) / to_nats
+
+
+def resample(sample: GapSample, seed: int) -> GapSample:
+    """Repeat every image ``2 PAIRS`` times, draw after draw, with log ratios drawn from their distribution."""
+    assert sample.kl is not None
+    noise = antithetic_noise(tuple(sample.kl.shape), torch.Generator().manual_seed(seed))
+    engine = log_ratios(sample.kl, sample.to_nats, noise)
+    # Without a divergence the log ratio is 0, not that of the smallest one.
+    engine = engine * (sample.kl > SMALLEST_KL)
+    return replace(GapSample.concatenate([sample] * len(noise)), engine=engine.flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -147,7 +189,13 @@ class DriftMeter:
         """Add the gradients of images of one group, timestep by timestep."""
         sums: list[Tensor] = []
         for timestep in part[Key.TIMESTEPS].unique().tolist():
-            steps = _steps_at(part, timestep)
+            images, places = (part[Key.TIMESTEPS] == timestep).nonzero(as_tuple=True)
+            # Each step becomes an image with a window of one step.
+            columns = {
+                name: values[images, places][:, None] if values.dim() > 1 else values[images]
+                for name, values in part.items()
+            }
+            steps = TensorDict(columns, batch_size=[len(images)])
             found = actor.gradients(steps, conditioning, losses)
             sums = [one + other for one, other in zip(sums, found, strict=True)] if sums else found
             group = self._groups.setdefault(number, _Group(torch.zeros_like(found[0])))
@@ -314,15 +362,6 @@ def _tangent(number: int, loss: _Loss, batch: TensorDict, scored: Mapping[str, T
         return (data[log_prob_slopes].to(log_probs) * log_probs).sum() + (data[mean_slopes].to(means) * means).sum()
 
     return tangent
-
-
-def _steps_at(batch: TensorDict, timestep: float) -> TensorDict:
-    """The steps at one timestep, each as an image with a window of one step."""
-    images, steps = (batch[Key.TIMESTEPS] == timestep).nonzero(as_tuple=True)
-    columns = {
-        name: values[images, steps][:, None] if values.dim() > 1 else values[images] for name, values in batch.items()
-    }
-    return TensorDict(columns, batch_size=[len(images)])
 
 
 def _dot(one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> float:
