@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -46,8 +46,6 @@ _NO_SCORER = (
 )
 _PLAIN = re.compile(r"[\w/\-+.$%*@?|]+(:[\w/\-+.$%*@?|]+)*", re.ASCII)
 """Text that Hydra reads without quotes; a colon inside needs none: http://host:8000."""
-Tree = Mapping[str, Any]
-"""All settings that were given: dotted key -> value."""
 
 
 # ---------------------------------------------------------------- refusals
@@ -57,21 +55,14 @@ class ConfigError(ValueError):
     """The configuration cannot be composed; the message names every key that is wrong, and the remedy."""
 
 
-class Refusal(NamedTuple):
-    """One setting that cannot be used."""
-
-    remedy: str
-    """Heading above the refusals with this remedy."""
-    subject: str
-    """The key, or ``key=value``."""
-    reason: str
-    """Text behind the subject; subjects of the same reason share a line."""
-    alone: str
-    """The whole message when nothing else is wrong."""
-
-
-_REMEDIES = ("delete; they mean nothing here", "write instead", "cannot work here", "unknown", "wrong value")
-_DELETE, _INSTEAD, _CANNOT, _UNKNOWN, _WRONG = _REMEDIES
+_KINDS = {
+    "delete": ("delete; they mean nothing here", ": {1}", "{0} has no meaning here: {1}; delete it"),
+    "instead": ("write instead", "  {1}", "write {0} instead {1}"),
+    "cannot": ("cannot work here", ": {1}", "{0} cannot work here: {1}"),
+    "unknown": ("unknown", "; nearest: {1}", "unknown configuration key {0}; nearest: {1}"),
+    "wrong": ("wrong value", "", "{0}"),
+}
+"""Heading of a list of refusals, the text behind a subject in it, and the message of a single refusal."""
 
 
 class Refusals:
@@ -79,47 +70,41 @@ class Refusals:
 
     def __init__(self) -> None:
         # A dict keeps the order; a key may be refused twice, by its row and by the settings that it moves to.
-        self.found: dict[Refusal, None] = {}
+        self.found: dict[tuple[str, str, str], None] = {}
 
-    def delete(self, key: str, reason: str) -> None:
-        """Refuse a key without a meaning."""
-        self._add(_DELETE, key, f": {reason}", f"{key} has no meaning here: {reason}; delete it")
+    def add(self, kind: str, subject: str, reason: str = "") -> None:
+        """Refuse a setting.
 
-    def instead(self, subject: str, override: str, reason: str) -> None:
-        """Refuse a key that has another name here; ``override`` is ready to paste."""
-        self._add(_INSTEAD, override, f"  for {subject}: {reason}", f"{subject}: write {override} instead ({reason})")
-
-    def cannot(self, subject: str, reason: str) -> None:
-        """Refuse a setting that has no counterpart."""
-        self._add(_CANNOT, subject, f": {reason}", f"{subject} cannot work here: {reason}")
+        Args:
+            kind: one of ``_KINDS``.
+            subject: the key or ``key=value``, for ``instead`` the override to write, for ``wrong`` the whole message.
+            reason: subjects of the same reason share a line.
+        """
+        self.found[kind, subject, reason] = None
 
     def unknown(self, key: str) -> None:
         """Refuse a key that no trainer documents."""
-        near = nearest(key)
-        self._add(_UNKNOWN, key, f"; nearest: {near}", f"unknown configuration key {key}; nearest: {near}")
+        self.add("unknown", key, nearest(key))
 
     def wrong(self, message: str) -> None:
         """Refuse a value; the message begins with the key."""
-        self._add(_WRONG, message, "", message)
-
-    def _add(self, *refusal: str) -> None:
-        self.found[Refusal(*refusal)] = None
+        self.add("wrong", message)
 
     def raise_if_any(self) -> None:
         """Raise ``ConfigError`` if anything was refused: one line for one refusal, else a line for each."""
         found = list(self.found)
         if len(found) == 1:
-            raise ConfigError(found[0].alone)
+            kind, *words = found[0]
+            raise ConfigError(_KINDS[kind][2].format(*words))
         lines = [f"the configuration has {len(found)} settings that cannot be used"]
-        for remedy in _REMEDIES:
+        for kind, (heading, behind, _) in _KINDS.items():
             subjects: dict[str, list[str]] = {}
-            for refusal in found:
-                if refusal.remedy == remedy:
-                    # A subject without a reason is a message of its own.
-                    subjects.setdefault(refusal.reason or refusal.subject, []).append(refusal.subject)
-            lines += [f"  {remedy}:"] if subjects else []
-            for reason, same in subjects.items():
-                lines.append(f"    {', '.join(same)}{'' if reason in same else reason}")
+            for own, subject, reason in found:
+                if own == kind:
+                    # A message without a reason stands alone.
+                    subjects.setdefault(reason or subject, []).append(subject)
+            lines += [f"  {heading}:"] if subjects else []
+            lines += [f"    {', '.join(same)}{behind.format('', reason)}" for reason, same in subjects.items()]
         if found:
             raise ConfigError("\n".join(lines))
 
@@ -149,12 +134,6 @@ class Row:
         found = self.match(key)
         return self.to.replace("*", found[1]) if found and "*" in self.to else self.to
 
-    def ignores(self, value: Any, tree: Tree) -> bool:
-        """True for a value that cannot change what is learned, or does what happens here anyway."""
-        if self.ignore_if is not None:
-            return _changes_nothing(self.ignore_if, value, tree)
-        return self.action == "ignore" or value in self.ignore
-
     def spelled(self, value: Any) -> Any:
         """The value as it is spelled here."""
         return self.values.get(value, value) if _is_scalar(value) else value
@@ -167,9 +146,11 @@ def _regex(pattern: str) -> re.Pattern[str]:
     return re.compile(text.replace(r"\*", r"([^.]*)"))
 
 
-def _changes_nothing(condition: str, value: Any, tree: Tree) -> bool:
+def _changes_nothing(condition: str | None, value: Any, tree: Mapping[str, Any]) -> bool:
     """The condition that ``ignore_if`` of a row names, for a value and all settings that were given."""
     match condition:
+        case None:
+            return False
         case "reward_model_is_off":
             return tree.get("reward.reward_model.enable", tree.get("reward_model.enable")) is False
         case "other_objective":
@@ -235,8 +216,7 @@ def find(key: str) -> Row | None:
 
 def is_one_value(key: str) -> bool:
     """True for a foreign key whose mapping is a value, not a section: a row has this very key."""
-    row = find(key)
-    return row is not None and "**" not in row.key
+    return (row := find(key)) is not None and "**" not in row.key
 
 
 @cache
@@ -324,7 +304,7 @@ class Translation:
             f"{leave_out} out"
         )
 
-    def _foreign_key(self, key: str, value: Any, given: Tree) -> None:
+    def _foreign_key(self, key: str, value: Any, given: Mapping[str, Any]) -> None:
         row = find(key)
         if key in LAUNCHER_KEYS:
             self._launcher(key, value)
@@ -333,13 +313,15 @@ class Translation:
         elif row.action == "move":
             self._move(key, value, row)
         elif row.action == "delete":
-            self.refusals.delete(key, row.reason)
+            self.refusals.add("delete", key, row.reason)
         elif row.action == "rename":
-            self.refusals.instead(override(key, value), override(row.target(key), row.spelled(value)), row.reason)
-        elif row.ignores(value, given):
+            here = override(row.target(key), row.spelled(value))
+            self.refusals.add("instead", here, f"for {override(key, value)}: {row.reason}")
+        # The value cannot change what is learned, or asks for what happens here anyway.
+        elif row.action == "ignore" or value in row.ignore or _changes_nothing(row.ignore_if, value, given):
             self._ignore(key, row.reason)
         else:
-            self.refusals.cannot(override(key, value), row.reason)
+            self.refusals.add("cannot", override(key, value), row.reason)
 
     def _move(self, key: str, value: Any, row: Row) -> None:
         target = row.target(key)
@@ -380,36 +362,29 @@ class Translation:
         what = f"the launcher started {actual} {'processes on this machine' if per_node else 'machines'}"
         if value == actual:
             return self._ignore(f"{key}={value}", f"{what}, so it agrees")
-        return self.refusals.cannot(f"{key}={value}", f"{what}; start with {flag}, or set {key}={actual}")
+        return self.refusals.add("cannot", f"{key}={value}", f"{what}; start with {flag}, or set {key}={actual}")
 
     def _algorithm(self) -> None:
         """verl-omni names an algorithm; here an objective and the placing of windows make it up."""
         name = self.leaves.get(_ALGORITHM, DEFAULT)
-        if not _is_scalar(name) or name not in algorithms():
-            del self.leaves[_ALGORITHM]
-            names = ", ".join(algorithms())
-            reason = f"this algorithm is not implemented; there are {names}"
-            return self.refusals.cannot(override(_ALGORITHM, name), reason)
         if name == DEFAULT:
-            return None
+            return
         self.leaves[_ALGORITHM] = DEFAULT
-        made_of = []
+        if not _is_scalar(name) or name not in algorithms():
+            reason = f"this algorithm is not implemented; there are {', '.join(algorithms())}"
+            return self.refusals.add("cannot", override(_ALGORITHM, name), reason)
         # A script may name the algorithm and its parts; equal values are no conflict.
         for key, value in algorithms()[name].items():
-            present = self.leaves.get(key, value)
+            present = self.leaves.setdefault(key, value)
             # verl-omni lets a strategy of its own stand beside any algorithm.
             keeps = present == value or key.endswith(".sample_strategy") or self._first_wins(key, _ALGORITHM)
             if self._first_wins(_ALGORITHM, key):
-                present = value
+                self.leaves[key] = value
             elif not keeps:
-                self.refusals.wrong(
-                    f"{_ALGORITHM}: got {name}, which means {key}={value} here, but {key} is {show(present)}; leave "
-                    "one out"
-                )
-                present = INVALID
-            self.leaves[key] = present
-            made_of.append(f"{key}={show(present).strip(chr(39))}")
-        return self.moved.append(f"{_ALGORITHM}={name} -> {' '.join(made_of)}")
+                self._contradiction(_ALGORITHM, f"{name}, which is {key}={value} here", key, present)
+                self.leaves[key] = INVALID
+        made_of = " ".join(f"{key}={_grammar(self.leaves[key])}" for key in algorithms()[name])
+        return self.moved.append(f"{_ALGORITHM}={name} -> {made_of}")
 
     def _reward_functions(self) -> None:
         """verl-omni's entries that stand for a built-in reward: those without a path, and those of its own scorers
@@ -422,17 +397,13 @@ class Translation:
             entry |= entry.pop("reward_kwargs", None) or {}
             self._to_builtin(_OWN_FUNCTION, builtin, entry)
         given = self.leaves.get(_OWN_FUNCTIONS)
-        if not isinstance(given, Mapping):
-            return
-        self.leaves[_OWN_FUNCTIONS] = kept = dict(given)
-        for name, entry in given.items():
+        for name, entry in given.items() if isinstance(given, Mapping) else ():
             if not isinstance(entry, Mapping):
                 continue
-            builtin = _builtin_of_file(entry.get("path"))
-            if entry.get("path") is None and name in REWARD_NAMES:
-                builtin = name
+            is_named = entry.get("path") is None and name in REWARD_NAMES
+            builtin = name if is_named else _builtin_of_file(entry.get("path"))
             if builtin is not None:
-                del kept[name]
+                self.leaves[_OWN_FUNCTIONS] = {k: v for k, v in self.leaves[_OWN_FUNCTIONS].items() if k != name}
                 self._to_builtin(f"{_OWN_FUNCTIONS}.{name}", builtin, entry)
 
     def _to_builtin(self, key: str, builtin: str, entry: Mapping[str, Any]) -> None:
@@ -440,26 +411,26 @@ class Translation:
         arguments = entry.keys() - {"path", "name", *VERL_OMNIS}
         if builtin not in REWARD_NAMES:
             # To train on another reward in silence would be worse than to stop.
-            return self.refusals.cannot(override(key, entry), _NO_SCORER)
+            return self.refusals.add("cannot", override(key, entry), _NO_SCORER)
         if arguments:
             reason = f"the built-in reward {builtin} takes none of {', '.join(arguments)}"
-            return self.refusals.cannot(override(key, entry), reason)
+            return self.refusals.add("cannot", override(key, entry), reason)
         question = _file()["scorers"].get(_scorer_name(entry.get("path")), {}).get("question")
         questions = self.leaves.get(_QUESTIONS, [question])
+        weights = self.leaves.get(_FUNCTIONS) or {}
+        weight = entry.get("weight", 1.0)
+        earlier = self.builtins.setdefault(builtin, key)
         if question is not None and questions != [question]:
             return self.refusals.wrong(
                 f"{key}: it is the judge's question {question} here, but {_QUESTIONS} is {show(questions)}; write all "
                 f"questions there, with their weights, and leave {key} out"
             )
         # verl-omni adds both scores; one weight cannot stand for two entries without a word to the user.
-        earlier = self.builtins.setdefault(builtin, key)
         if earlier != key:
             return self.refusals.wrong(
                 f"{key}: it is the built-in reward {builtin} here, and so is {earlier}, and verl-omni counts "
                 "both; leave one out, and give the other the sum of their weights"
             )
-        weights = self.leaves.get(_FUNCTIONS) or {}
-        weight = entry.get("weight", 1.0)
         if not isinstance(weights, Mapping) or weights.get(builtin, weight) != weight:
             return self._contradiction(key, f"the weight {show(weight)}", _FUNCTIONS, weights)
         self.leaves[_FUNCTIONS] = {**weights, builtin: weight}
@@ -481,13 +452,10 @@ class Translation:
             # Null switches the correction off. A script may do that for the one that its file configures.
             off, on = CORRECTIONS if own is None else reversed(CORRECTIONS)
             keys = own or copied
-            off_is_typed, on_is_typed = (
-                any(f"{key}.".startswith(f"{section}.") for key in self.overridden) for section in (off, on)
-            )
-            off_wins = not keys or (off_is_typed and not on_is_typed)
-            if not off_wins and off_is_typed == on_is_typed:
+            typed = [any(f"{key}.".startswith(f"{one}.") for key in self.overridden) for one in (off, on)]
+            if keys and typed[0] == typed[1]:
                 self._contradiction(off, "null, which is no correction", on, keys)
-            self.leaves[place] = None if off_wins else keys
+            self.leaves[place] = None if not keys or typed == [True, False] else keys
             return
         # verl-omni's default file interpolates the copy, so equal keys in both places are the rule.
         merged = {**copied, **own}
@@ -555,12 +523,11 @@ def _scorer_name(path: Any) -> str | None:
 def _started() -> tuple[int, int] | None:
     """Processes on this machine and machines, as torchrun and accelerate launch report them; None without them."""
     # Read from the environment: asking torch would import it, and accelerate sets the same variables.
-    world = os.environ.get("WORLD_SIZE", "")
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not world.isdigit() or int(world) < 1:
+    world = os.environ.get("WORLD_SIZE")
+    if world is None:
         return None
-    per_node = int(local) if local.isdigit() and int(local) > 0 else int(world)
-    return per_node, max(1, int(world) // per_node)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return per_node, int(world) // per_node
 
 
 def _is_scalar(value: Any) -> bool:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from flowgrpo_rc.actor import DiffusionActor
-from flowgrpo_rc.cli import probe_folder
+from flowgrpo_rc.cli import probe as command
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.trainer.setup import Run
 
@@ -185,8 +185,8 @@ def result(clip, seconds=1.0):
 
 def test_a_result_that_says_something_else_is_kept(tmp_path, monkeypatch):
     """Of another setting, or not readable at all; one that differs in its timings alone is replaced."""
-    monkeypatch.setattr(probe_folder, "draw", lambda _, path: path.write_text("picture"))
-    write = partial(probe_folder.write_result, tmp_path)
+    monkeypatch.setattr(command, "draw", lambda _, path: path.write_text("picture"))
+    write = partial(command.write_result, tmp_path)
     assert write(result(1e-3)) == [f"Written: {tmp_path / 'probe.json'}, {tmp_path / 'probe.png'}"]
     assert len(write(result(1e-3, seconds=2.0))) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["probe.json", "probe.png"]
@@ -209,11 +209,11 @@ def test_a_full_disk_leaves_the_earlier_result(tmp_path, monkeypatch):
         path.write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    write = partial(probe_folder.write_result, tmp_path)
-    monkeypatch.setattr(probe_folder, "draw", lambda _, path: path.write_text("whole"))
+    write = partial(command.write_result, tmp_path)
+    monkeypatch.setattr(command, "draw", lambda _, path: path.write_text("whole"))
     write(result(1e-3))
     before = (tmp_path / "probe.json").read_bytes()
-    monkeypatch.setattr(probe_folder, "draw", full)
+    monkeypatch.setattr(command, "draw", full)
     with pytest.raises(OSError, match="No space"):
         write(result(1e-4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["probe.json", "probe.png"]
@@ -227,7 +227,7 @@ def test_a_disk_that_fills_meanwhile_costs_the_files_alone(probe, tmp_path, monk
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(probe_folder, "draw", full)
+    monkeypatch.setattr(command, "draw", full)
     code, said, errors = probe("--images", "8", f"{CLIP}=0.01")
     assert code == 1
     assert "Verdict: SAFE" in said
