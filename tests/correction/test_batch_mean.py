@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo_rc.correction import (
-    compute_rollout_correction_and_rejection_mask,
-)
+from flowgrpo_rc.correction import compute_rollout_correction_and_rejection_mask
 
 LEVELS = ("token", "sequence", "geometric")
 FACTOR = "rollout_corr/rollout_is_batch_norm_factor"

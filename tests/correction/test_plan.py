@@ -10,10 +10,7 @@ import pytest
 from flowgrpo_rc.correction import RolloutCorrectionConfig
 
 FORM = "'lower_upper' as in '0.5_2.0'"
-FIELDS = {
-    "rollout_is_threshold": {"rollout_is": "token"},
-    "rollout_rs_threshold": {"rollout_rs": "token_k1"},
-}
+FIELDS = {"rollout_is_threshold": {"rollout_is": "token"}, "rollout_rs_threshold": {"rollout_rs": "token_k1"}}
 
 
 def _message(key, value):

@@ -40,10 +40,7 @@ def test_messages():
         ["ValueError", f"{shapes}rollout_log_prob has shape (3, 2)."],
         ["ValueError", f"{shapes}mask has shape (2, 1)."],
         ["ValueError", "log_prob must be (B,) or (B, T), got shape (2, 3, 4)."],
-        [
-            "TypeError",
-            "log-probs must be floating point, got log_prob torch.int64 and rollout_log_prob torch.float32.",
-        ],
+        ["TypeError", "log-probs must be floating point, got log_prob torch.int64 and rollout_log_prob torch.float32."],
         [
             "TypeError",
             "rollout_is_threshold must be a number or a numeric string, got [0.5, 2.0]; give a number, or "

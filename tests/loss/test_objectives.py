@@ -103,10 +103,7 @@ def test_trust_region_by_hand():
 # ---------------------------------------------------------------- an objective that is added at run time
 
 SQUARED = Threshold(
-    key="adv_clip_max",
-    name="trust region",
-    edge="squared log ratio",
-    share_metric="actor/pg_clipfrac_first",
+    key="adv_clip_max", name="trust region", edge="squared log ratio", share_metric="actor/pg_clipfrac_first"
 )
 
 

@@ -5,16 +5,7 @@ import warnings
 
 import pytest
 import torch
-from loss_cases import (
-    EXACT,
-    F64,
-    MODES,
-    accumulated,
-    loop_correction,
-    on_two_ranks,
-    tensor,
-    verl_agg_loss,
-)
+from loss_cases import EXACT, F64, MODES, accumulated, loop_correction, on_two_ranks, tensor, verl_agg_loss
 from tensordict import TensorDict
 from torch.testing import assert_close
 

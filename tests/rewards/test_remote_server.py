@@ -258,14 +258,8 @@ def test_a_signal_ends_a_request_in_flight_with_words(tmp_path):
         (["--path", "mine.py", "--name", "f", "--api-key-env", "sk-123"], "--api-key-env: give the name of an environ"),
         (["--reward", "ocr", "reward.ocr.mode=none"], "reward.ocr.mode: got 'none'; choose one of recognition, full"),
         (["--reward", "ocr", "reward.ocr.moode=full"], "reward.ocr: has no key moode; .*its keys are mode, "),
-        (
-            ["--reward", "ocr", "reward.judge.cache=1"],
-            "reward.judge.cache=1: give the options of --reward ocr",
-        ),
-        (
-            ["--reward", "jpeg_compressibility", "reward.jpeg_compressibility.q=1"],
-            ".*jpeg_compressibility has no",
-        ),
+        (["--reward", "ocr", "reward.judge.cache=1"], "reward.judge.cache=1: give the options of --reward ocr"),
+        (["--reward", "jpeg_compressibility", "reward.jpeg_compressibility.q=1"], ".*jpeg_compressibility has no"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_a_line(tmp_path, monkeypatch, capsys, options, message):

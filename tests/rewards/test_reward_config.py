@@ -8,13 +8,7 @@ import pytest
 
 from flowgrpo_rc.cli.compose import compose as compose_run
 from flowgrpo_rc.cli.compose import to_yaml
-from flowgrpo_rc.rewards import (
-    CustomRewardConfig,
-    RewardConfig,
-    RewardMix,
-    build_observers,
-    build_reward,
-)
+from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig, RewardMix, build_observers, build_reward
 
 
 def compose(*overrides: str) -> RewardConfig:
@@ -54,16 +48,10 @@ def mine(tmp_path: Path) -> str:
         (["reward.functions=null"], {"ocr": 1.0}),
         (["reward.functions.ocr='1.5'"], {"ocr": 1.5}),
         (["reward.functions.jpeg_compressibility=0"], {"ocr": 1.0}),
-        (
-            ["reward.functions={ocr: 2, jpeg_compressibility: 0.5}"],
-            {"ocr": 2.0, "jpeg_compressibility": 0.5},
-        ),
+        (["reward.functions={ocr: 2, jpeg_compressibility: 0.5}"], {"ocr": 2.0, "jpeg_compressibility": 0.5}),
         (["MINE"], {"compute_score": 1.0}),
         (["MINE", "reward.functions.ocr=1"], {"ocr": 1.0, "compute_score": 1.0}),
-        (
-            ["MINE", "reward.functions.jpeg_compressibility=3"],
-            {"jpeg_compressibility": 3.0, "compute_score": 1.0},
-        ),
+        (["MINE", "reward.functions.jpeg_compressibility=3"], {"jpeg_compressibility": 3.0, "compute_score": 1.0}),
         (["MINE", "reward.custom_reward_function.weight=0"], {"ocr": 1.0}),
     ],
 )

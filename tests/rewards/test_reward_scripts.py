@@ -72,8 +72,7 @@ def test_hpsv2_and_ocr_on_stable_diffusion(tmp_path, tiny_sd3_path):
 def test_a_judge_on_qwen_image(tmp_path):
     with FakeJudge(lambda asked: UNIFIED) as judge:
         rows = rows_of(
-            *("qwen_image_judge_lora_rollout_corr", tmp_path, "asset:tiny_qwen_image"),
-            JUDGE=f"{judge.url}/v1",
+            *("qwen_image_judge_lora_rollout_corr", tmp_path, "asset:tiny_qwen_image"), JUDGE=f"{judge.url}/v1"
         )
     # The blank image before training, two validations of two images, and two groups of four.
     assert len(judge.asked) == 1 + 2 * 2 + 2 * 4

@@ -186,10 +186,7 @@ def test_inside_a_running_loop(tmp_path: Path, asynchronous: bool) -> None:
 @pytest.mark.parametrize(
     ("returned", "told"),
     [
-        (
-            "{'acc': 1.0}",
-            r"returned for sample 0 a dict without the key 'score' \(it has 'acc'\)",
-        ),
+        ("{'acc': 1.0}", r"returned for sample 0 a dict without the key 'score' \(it has 'acc'\)"),
         ("{'score': float('nan')}", "3 non-finite of 3 scores"),
     ],
 )

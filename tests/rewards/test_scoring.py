@@ -15,13 +15,7 @@ from stub_server import Reply, StubServer
 from tests_support import untimed, wait_until
 
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.rewards import (
-    PartialScoring,
-    RewardConfig,
-    RewardError,
-    RewardMix,
-    build_reward,
-)
+from flowgrpo_rc.rewards import PartialScoring, RewardConfig, RewardError, RewardMix, build_reward
 from flowgrpo_rc.rewards.call_queue import AHEAD, NOW, THREAD_NAME, CallQueue
 from flowgrpo_rc.rewards.judge.reward import JudgeReward
 from flowgrpo_rc.rollout import RolloutSyncError

@@ -120,10 +120,7 @@ def test_kl_is_torch_distributions_averaged():
 @pytest.mark.parametrize("kind", SDE_TYPES)
 def test_gradient_reaches_the_velocity(kind):
     x, v, following = torch.randn(3, 2, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    sigma, after = (
-        torch.tensor([1.0, 0.6], dtype=torch.float64),
-        torch.tensor([0.8, 0.3], dtype=torch.float64),
-    )
+    sigma, after = (torch.tensor([1.0, 0.6], dtype=torch.float64), torch.tensor([0.8, 0.3], dtype=torch.float64))
 
     def score(velocity):
         step = transition(x, velocity, sigma, after, noise_level=0.7, sde_type=kind)
