@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import reference
 import torch
 
 from flowgrpo_rc.correction import compute_rollout_correction_and_rejection_mask
@@ -26,17 +27,8 @@ def _normalised(l, level, mask=None, **options):  # noqa: E741
 
 def _oracle(l, level, mask, upper=1e6):  # noqa: E741
     """The mean weight, in float64 loops."""
-    weights, rows = [], []
-    for row, valid in zip(l.double().tolist(), mask.tolist(), strict=True):
-        kept = [x for x, ok in zip(row, valid, strict=True) if ok]
-        if not kept:
-            continue
-        total = math.fsum(kept)
-        logs = kept if level == "token" else [total if level == "sequence" else total / len(kept)]
-        made = [min(math.exp(min(max(x, -20.0), 20.0)), upper) for x in logs]
-        weights += made
-        rows.append(made[0])
-    return math.fsum(weights) / len(weights) if level == "token" else math.fsum(rows) / len(rows)
+    ratios = reference.log_ratios(l, torch.zeros_like(l))
+    return reference.importance(ratios, mask.tolist(), level, "truncate", 0.0, upper, True).factor
 
 
 @pytest.mark.parametrize("level", LEVELS)

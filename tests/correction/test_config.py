@@ -2,10 +2,14 @@
 
 import dataclasses
 import functools
+import math
 import re
 import warnings
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -53,52 +57,11 @@ def test_the_dict_of_a_configuration_gives_it_back(name):
         assert Config.from_dict(config.to_dict()) == config
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -1.0, "0", "-2", float("nan"), "nan", "", "two", "2.0_0.5", "0.5_", "_2"])
-@pytest.mark.parametrize("rollout_is", ["token", None])
-def test_bad_weight_thresholds(rollout_is, value):
-    with pytest.raises(ValueError, match="rollout_is_threshold"):
-        Config(rollout_is=rollout_is, rollout_is_threshold=value)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        *[("token_k1", v) for v in (0, -1.0, "nan", "2.0_0.5", "-1_2", 0.5, "x_2", "0.5_2.0_3.0")],
-        *[("seq_mean_k2", v) for v in (0, "-0.1", float("nan"), "0.5_2.0", "0_1")],
-        *[("seq_max_k3", v) for v in ("0.001_0.01", "abc")],
-        ("token_k1,token_k3", "0.5_2.0"),  # one threshold for both: not for k3
-        ("token_k1,token_k3", "0.5_2.0,0.1,0.2"),
-        ("token_k1", None),
-        ("token_k1", ""),
-    ],
-)
-def test_bad_rejection_thresholds(option, value):
-    with pytest.raises(ValueError, match="rollout_rs"):
-        Config(rollout_rs=option, rollout_rs_threshold=value)
-
-
-@pytest.mark.parametrize("band", ["0.5_1_2", "1_2_3", "0.5__2", "1_000_000"])
-def test_a_band_has_two_parts(band):
-    """Python reads "1_2" as 12, so that [0.5, 12] would be kept."""
-    parts = band.count("_") + 1
-    message = f"{band}' has {parts} parts; give a number, or 'lower_upper' as in '0.5_2.0'"
-    with pytest.raises(ValueError, match=f"rollout_is_threshold: '{message}"):
-        Config(rollout_is="token", rollout_is_threshold=band)
-    with pytest.raises(ValueError, match=f"rollout_rs_threshold for token_k1: '{message}"):
-        Config(rollout_rs="token_k1", rollout_rs_threshold=band)
-
-
 def test_no_weight_threshold_without_weights():
-    """As verl switches weights off; with weights it is an error that says so."""
+    """As verl switches weights off; with weights it is an error: `test_wrong_settings_are_named`."""
     config = Config.from_dict({"rollout_is": None, "rollout_is_threshold": None, "rollout_rs": None})
     assert config.plan() == Config.disabled().plan()
     assert Config.from_dict(config.to_dict()) == config
-    with pytest.raises(ValueError, match="rollout_is_mode: got 'drop'; choose one of null, truncate"):
-        Config(rollout_is=None, rollout_is_threshold=None, rollout_is_mode="drop")
-    with pytest.raises(
-        ValueError, match="rollout_is_threshold is null with rollout_is='token'; give .*rollout_is=null"
-    ):
-        Config(rollout_is="token", rollout_is_threshold=None)
 
 
 def test_a_legacy_criterion_needs_some_threshold():
@@ -108,37 +71,9 @@ def test_a_legacy_criterion_needs_some_threshold():
     with pytest.warns(UserWarning, match="canonical form"):
         config = Config.from_dict({**given, "rollout_rs_threshold": 4.0})
     assert (config.rollout_is_threshold, config.rollout_rs_threshold) == (None, "0.25_4.0")
-    for key, wrong in (("rollout_rs_threshold", 0), ("rollout_rs_threshold", "two")):
-        with pytest.raises(ValueError, match=key):
-            Config.from_dict({**given, key: wrong})
-
-
-@pytest.mark.parametrize("option", ["", ",", "k1", "seq_max_k1", "token_k4", "sequence_k1", "token_k1;seq_mean_k1"])
-def test_unknown_criteria(option):
-    with pytest.raises(ValueError, match="rollout_rs"):
-        Config(rollout_rs=option, rollout_rs_threshold=2.0)
-
-
-@pytest.mark.parametrize("value", [0.0, -1e-4, float("nan"), "none"])
-def test_bad_veto(value):
-    with pytest.raises((ValueError, TypeError), match="rollout_token_veto_threshold"):
-        Config.from_dict({"rollout_token_veto_threshold": value})
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"rollout_is": "tokens"}, "rollout_is: got 'tokens'; choose one of"),
-        ({"rollout_is_mode": "drop"}, "rollout_is_mode: got 'drop'; choose one of"),
-        ({"rollout_is_mode": "truncate", "rollout_is_threshold": "0.5_2.0"}, "truncation has one bound"),
-        ({"loss_type": "ppo"}, "loss_type: got 'ppo'; choose one of"),
-        ({"loss_type": "reinforce"}, "needs bypass_mode=True"),
-        ({"rejection_normalization": "mean"}, "rejection_normalization: got 'mean'; choose one of"),
-    ],
-)
-def test_bad_options(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Config(**fields)
+    for wrong in (0, "two"):
+        with pytest.raises(ValueError, match="rollout_rs_threshold"):
+            Config.from_dict({**given, "rollout_rs_threshold": wrong})
 
 
 @pytest.mark.parametrize(
@@ -193,13 +128,6 @@ def test_every_preset_is_listed_above():
     assert {name for name, _ in mark.args[1]} == set(PRESET_NAMES)
 
 
-def test_preset_arguments():
-    assert Config.decoupled_token_icepop(3.0, 0.25).rollout_is_threshold == "0.25_3.0"
-    assert Config.seq_mis(4.0).rollout_rs_threshold == "0_4.0"
-    assert Config.geo_rs("0.99_1.02", veto_threshold=None) == Config.decoupled_geo_rs("0.99_1.02")
-    assert Config.bypass_pg_geo_rs_seq_tis(3.0, "0.98_1.05").rollout_is_threshold == 3.0
-
-
 @pytest.mark.parametrize(
     ("made", "threshold", "veto"),
     [
@@ -215,6 +143,7 @@ def test_preset_arguments():
         (lambda: Config.geo_mis("0.9_1.02"), "0.9_1.02", 1e-4),
         (lambda: Config.geo_mis(1.02, 0.9, 1e-3), "0.9_1.02", 1e-3),
         (lambda: Config.pg_rs(1.02, 0.9, 1e-3), "0.9_1.02", 1e-3),
+        (lambda: Config.geo_rs("0.99_1.02", veto_threshold=None), "0.99_1.02", None),
         (lambda: Config.seq_is_rs(3.0, 4.0), 4.0, None),
         (lambda: Config.seq_is_rs(3.0, 4.0, 0.1), "0.1_4.0", None),
         (lambda: Config.seq_is_rs(is_threshold=3.0, rs_threshold=4.0, rs_threshold_lower=0), "0_4.0", None),
@@ -226,17 +155,14 @@ def test_legacy_constructors_take_the_upper_bound_first(made, threshold, veto):
     assert config.rollout_is_threshold == (3.0 if config.rollout_rs == "seq_sum_k1" else 2.0)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Config.geo_rs("0.9_1.02", 0.99), "rs_threshold_lower=0.99 beside rs_threshold='0.9_1.02'"),
-        (lambda: Config.geo_rs(0.999, 1.001), "rs_threshold_lower=1.001 exceeds rs_threshold=0.999"),
-        (lambda: Config.seq_is_rs(2.0, 0.5, 2.0), "rs_threshold_lower=2.0 exceeds rs_threshold=0.5"),
-    ],
-)
-def test_legacy_constructors_refuse_bounds_the_wrong_way_round(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_preset_arguments():
+    assert Config.decoupled_token_icepop(3.0, 0.25).rollout_is_threshold == "0.25_3.0"
+    assert Config.seq_mis(4.0).rollout_rs_threshold == "0_4.0"
+    assert Config.bypass_pg_geo_rs_seq_tis(3.0, "0.98_1.05").rollout_is_threshold == 3.0
+    with pytest.raises(ValueError, match="rs_threshold_lower=0.99 beside rs_threshold='0.9_1.02'"):
+        Config.geo_rs("0.9_1.02", 0.99)
+    with pytest.raises(ValueError, match="rs_threshold_lower=2.0 exceeds rs_threshold=0.5"):
+        Config.seq_is_rs(2.0, 0.5, 2.0)
 
 
 def test_the_first_releases_call_is_translated():
@@ -254,9 +180,6 @@ def test_the_first_releases_call_is_translated():
     with pytest.warns(UserWarning, match="slime keys"):
         assert Config(use_tis=True).rollout_is == "token"
     assert Config(preset="decoupled_token_is") == Config.decoupled_token_is()
-
-
-def test_an_unknown_keyword_names_the_nearest_and_from_dict():
     with pytest.raises(TypeError, match="no 'rollout_is_treshold'; nearest known: rollout_is_threshold.*from_dict"):
         Config(rollout_is_treshold=2.0)
 
@@ -292,9 +215,127 @@ def test_a_key_of_another_dialect_beside_a_preset_is_refused_with_its_canonical_
         Config.from_dict({"preset": "geo_rs", "rollout_is": "token", key: value})
 
 
-def test_an_unknown_preset_names_the_nearest():
-    with pytest.raises(ValueError, match=r"Unknown preset 'decoupled_token_iss'; nearest: decoupled_token_is,"):
-        Config.from_dict({"preset": "decoupled_token_iss"})
+REFUSED = [
+    *({"rollout_is_threshold": v} for v in (0, 0.0, -1.0, "0", "-2", math.nan, "nan", "2.0_0.5", "0.5_", "_2")),
+    *({"rollout_is": "token", "rollout_is_threshold": v} for v in (0, -1.0, "-2", math.nan, "2.0_0.5", None)),
+    *({"rollout_rs_threshold": v} for v in (-1, math.nan, "0.5-2.0", "2.0_0.5", "0.5_2.0,y")),  # without a criterion
+    *(
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": v}
+        for v in (0, -1.0, "nan", "2.0_0.5", "-1_2", 0.5, None, "")
+    ),
+    *({"rollout_rs": "seq_mean_k2", "rollout_rs_threshold": v} for v in (0, "-0.1", math.nan, "0.5_2.0", "0_1")),
+    *({"rollout_rs": "seq_max_k3", "rollout_rs_threshold": v} for v in ("0.001_0.01", "abc")),
+    # one threshold for both is none for k3; three thresholds of two criteria
+    *({"rollout_rs": "token_k1,token_k3", "rollout_rs_threshold": v} for v in ("0.5_2.0", "0.5_2.0,0.1,0.2")),
+    *(
+        {"rollout_rs": option, "rollout_rs_threshold": 2.0}
+        for option in ("", ",", "k1", "seq_max_k1", "token_k4", "sequence_k1", "token_k1;seq_mean_k1")
+    ),
+    *({"rollout_token_veto_threshold": v} for v in (0.0, -1e-4, math.nan, "none")),
+]
+
+
+@pytest.mark.parametrize("fields", REFUSED)
+def test_thresholds_and_criteria_are_refused_by_name(fields):
+    with pytest.raises(ValueError, match="rollout_rs" if "rollout_rs" in fields else next(reversed(fields))) as caught:
+        Config(**fields)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rollout_is": "tokens"}, "rollout_is: got 'tokens'; choose one of"),
+        ({"rollout_is_mode": "drop"}, "rollout_is_mode: got 'drop'; choose one of null, truncate"),
+        ({"rollout_is_mode": "drop", "rollout_is_threshold": None}, "rollout_is_mode: got 'drop'; choose one of"),
+        ({"rollout_is_mode": "truncate", "rollout_is_threshold": "0.5_2.0"}, "truncation has one bound"),
+        ({"loss_type": "ppo"}, "loss_type: got 'ppo'; choose one of"),
+        ({"loss_type": "reinforce"}, "needs bypass_mode=True"),
+        ({"rejection_normalization": "mean"}, "rejection_normalization: got 'mean'; choose one of"),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": None},
+            "is null with rollout_is='token'; give .*rollout_is=null",
+        ),
+        ({"rollout_is_treshold": 1.0}, "Unknown rollout-correction key 'rollout_is_treshold'.*: rollout_is_threshold"),
+        ({"bypas_mode": 1.0}, "Unknown rollout-correction key 'bypas_mode'; nearest known: .*bypass_mode"),
+        ({"tis_upper": 1.0}, "Unknown rollout-correction key 'tis_upper'; nearest known: .*tis_upper_bound"),
+        ({"preset": "decoupled_token_iss"}, "Unknown preset 'decoupled_token_iss'; nearest: decoupled_token_is,"),
+        *(
+            ({key: True, off: False}, f"{key}=true needs bypass mode, which is explicitly false")
+            for key in ("use_pure_rollout_correction", "use_policy_gradient")
+            for off in ("bypass_mode", "bypass_old_logprob_for_rollout")
+        ),
+        *(
+            (given, "contradict|means loss_type|two dialects|belongs to|choose one of")
+            for given in (
+                {"use_policy_gradient": True, "loss_type": "ppo_clip"},
+                {"bypass_old_logprob_for_rollout": True, "bypass_mode": False},
+                {"use_tis": True, "rollout_is": "sequence"},
+                {"use_rollout_logprobs": False, "bypass_mode": True},
+                {"use_tis": True, "bypass_old_logprob_for_rollout": True},
+                {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.3},
+                {"use_tis": True, "tis_mode": "drop"},
+                {"use_rs": True, "rs_level": "rows"},
+                {"use_policy_gradient": False, "loss_type": "reinforce", "bypass_mode": True},
+                {"use_policy_gradient": True, "use_pure_rollout_correction": False},
+                {"get_mismatch_metrics": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+            )
+        ),
+    ],
+)
+def test_wrong_settings_are_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        Config.from_dict(given)
+
+
+FORM = "give a number, or 'lower_upper' as in '0.5_2.0'"
+FIELDS = {"rollout_is_threshold": {"rollout_is": "token"}, "rollout_rs_threshold": {"rollout_rs": "token_k1"}}
+
+
+@pytest.mark.parametrize("key", FIELDS)
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        *((v, "(here '0.6_1.4')") for v in ("0.6-1.4", "0.6, 1.4", "0.6 to 1.4", [0.6, 1.4])),
+        ("1e-3-2", "(here '1e-3_2')"),
+        # Python reads "1_2" as 12, so that [0.5, 12] would be kept
+        *((v, f"'{v}' has {v.count('_') + 1} parts; ") for v in ("0.5_1_2", "1_2_3", "0.5__2", "1_000_000")),
+        *((v, "") for v in ("_2", "2_", "_", "0.5_x", "x_2", "2.0x", "two", "", " ", "0,5_2")),
+        *((v, "") for v in ([], {}, {"lower": 0.5}, np.array([0.5, 2.0]))),
+    ],
+)
+def test_what_is_no_threshold_shows_the_form_in_one_short_line(key, value, said):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        Config.from_dict({**FIELDS[key], key: value})
+    message = str(caught.value)
+    assert key in message
+    assert FORM in message
+    assert said in message
+    assert "\n" not in message
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize("key", FIELDS)
+@pytest.mark.parametrize(
+    "value",
+    [np.float64(1.5), np.float32(1.5), np.float16(1.5), Decimal("1.5"), Fraction(3, 2), "1.5", " 1.5 ", "1.5e0"],
+)
+def test_numbers_of_every_type_are_numbers(key, value):
+    """In a test because a resolved configuration is written as YAML, which knows Python's own types alone."""
+    config = Config.from_dict({**FIELDS[key], key: value})
+    assert config.plan() == Config.from_dict({**FIELDS[key], key: 1.5}).plan()
+    assert type(getattr(config, key)) in (float, str)
+
+
+@pytest.mark.parametrize("key", [*FIELDS, "rollout_token_veto_threshold", "guard_engine_gap"])
+def test_a_switch_is_no_number_and_one_number_is_no_band(key):
+    for value in (True, False, np.bool_(True)):
+        with pytest.raises(TypeError, match=f"{key} must be a number"):
+            Config.from_dict({**FIELDS.get(key, {}), key: value})
+    for value in ("0.5-2.0", "0.5_2.0", "x", "") if key not in FIELDS else ():
+        with pytest.raises(ValueError, match=f"{key}: .*give one number") as caught:
+            Config.from_dict({key: value})
+        assert "lower_upper" not in str(caught.value)
 
 
 # Other dialects. Each case gives exactly one warning, which prints the canonical form.
@@ -368,6 +409,20 @@ DIALECTS = [
     ("use_tis: true, use_rs: false, rs_veto_threshold: 0.0001", "rollout_is: token, rollout_is_mode: truncate"),
     ("use_rollout_logprobs: true", "rollout_is: null, bypass_mode: true"),
     ("get_mismatch_metrics: true", "rollout_is: null"),
+    ("get_mismatch_metrics: 'true', use_tis: ' True ', use_rs: FALSE", "rollout_is: null"),
+    # bands that YAML would read as 2, 0.53 and 13
+    (
+        "rollout_rs: sequence, rollout_rs_threshold: 2, rollout_rs_threshold_lower: 0",
+        "rollout_rs: seq_sum_k1, rollout_rs_threshold: '0_2'",
+    ),
+    (
+        "use_tis: true, tis_mode: clip, tis_lower_bound: 0.5, tis_upper_bound: 3",
+        "rollout_is: token, rollout_is_mode: clip, rollout_is_threshold: '0.5_3'",
+    ),
+    (
+        "rollout_rs: token, rollout_rs_threshold: 3, rollout_rs_threshold_lower: 1",
+        "rollout_rs: token_k1, rollout_rs_threshold: '1_3'",
+    ),
 ]
 DIALECTS = [tuple(yaml.safe_load(f"{{{keys}}}") for keys in row) for row in DIALECTS]
 """Keys as a YAML file has them, and the canonical ones."""
@@ -375,106 +430,18 @@ DIALECTS = [tuple(yaml.safe_load(f"{{{keys}}}") for keys in row) for row in DIAL
 
 @pytest.mark.parametrize(("given", "expected"), DIALECTS)
 def test_other_dialects(given, expected):
+    """One warning, whose canonical form means the same when it is pasted into YAML."""
     with pytest.warns(UserWarning, match="canonical form") as caught:
         config = Config.from_dict(given)
     assert len(caught) == 1
     assert config == Config(**expected)
+    form = str(caught[0].message).split("the canonical form is: ")[1]
     for key in expected:
-        assert f"{key}=" in str(caught[0].message)
+        assert f"{key}=" in form
+    lines = "\n".join(pair.replace("=", ": ", 1) for pair in form.split(", ")) if form else "{}"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the canonical form itself gives none
-        assert Config.from_dict(expected) == config
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        *(given for given, _ in DIALECTS),
-        # bands that YAML reads as 2, 0.53 and 13
-        {"rollout_rs": "sequence", "rollout_rs_threshold": 2, "rollout_rs_threshold_lower": 0},
-        {"use_tis": True, "tis_mode": "clip", "tis_lower_bound": 0.5, "tis_upper_bound": 3},
-        {"rollout_rs": "token", "rollout_rs_threshold": 3, "rollout_rs_threshold_lower": 1},
-    ],
-)
-def test_the_canonical_form_means_the_same_when_pasted_into_yaml(given):
-    with pytest.warns(UserWarning, match="canonical form") as caught:
-        config = Config.from_dict(given)
-    form = str(caught[0].message).split("the canonical form is: ")[1]
-    lines = "\n".join(pair.replace("=", ": ", 1) for pair in form.split(", ")) if form else "{}"
-    assert Config.from_dict(yaml.safe_load(lines)) == config
-
-
-@pytest.mark.parametrize("key", ["use_pure_rollout_correction", "use_policy_gradient"])
-@pytest.mark.parametrize("off", ["bypass_mode", "bypass_old_logprob_for_rollout"])
-def test_pure_correction_needs_bypass_mode(key, off):
-    with pytest.raises(ValueError, match=f"{key}=true needs bypass mode, which is explicitly false"):
-        Config.from_dict({key: True, off: False})
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"use_policy_gradient": True, "loss_type": "ppo_clip"},
-        {"bypass_old_logprob_for_rollout": True, "bypass_mode": False},
-        {"use_tis": True, "rollout_is": "sequence"},
-        {"use_rollout_logprobs": False, "bypass_mode": True},
-        {"use_tis": True, "bypass_old_logprob_for_rollout": True},
-        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.3},
-        {"use_tis": True, "tis_mode": "drop"},
-        {"use_rs": True, "rs_level": "rows"},
-        {"use_tis": True, "tis_level": "rows"},
-        {"use_policy_gradient": False, "loss_type": "reinforce", "bypass_mode": True},
-        {"use_policy_gradient": True, "use_pure_rollout_correction": False},
-        {"get_mismatch_metrics": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
-    ],
-)
-def test_contradicting_keys(given):
-    with pytest.raises(ValueError, match="contradict|means loss_type|two dialects|belongs to|choose one of"):
-        Config.from_dict(given)
-
-
-@pytest.mark.parametrize(
-    ("key", "near"),
-    [
-        ("rollout_is_treshold", "rollout_is_threshold"),
-        ("bypas_mode", "bypass_mode"),
-        ("tis_upper", "tis_upper_bound"),
-        ("veto_threshold", "rs_veto_threshold"),
-        ("rollout_rs_thresholds", "rollout_rs_threshold"),
-    ],
-)
-def test_unknown_keys_name_the_nearest(key, near):
-    with pytest.raises(ValueError, match=f"Unknown rollout-correction key '{key}'; nearest known: .*{near}"):
-        Config.from_dict({key: 1.0})
-
-
-def test_slime_yaml_file(tmp_path):
-    path = tmp_path / "mis.yaml"
-    path.write_text(
-        "use_tis: true\n"
-        "tis_mode: clip\n"
-        "tis_level: token\n"
-        "tis_lower_bound: 0.5\n"
-        "tis_upper_bound: 1.5\n"
-        "tis_batch_normalize: true\n"
-        "use_rs: true\n"
-        "rs_level: sequence\n"
-        "rs_lower_bound: null\n"
-        "rs_upper_bound: 3.0\n"
-        "rs_veto_threshold: 1.0e-4\n"
-    )
-    with pytest.warns(UserWarning, match="slime keys") as caught:
-        config = Config.from_slime_yaml(path)
-    assert len(caught) == 1
-    assert config == Config(
-        rollout_is="token",
-        rollout_is_threshold="0.5_1.5",
-        rollout_is_mode="clip",
-        rollout_is_batch_normalize=True,
-        rollout_rs="seq_sum_k1",
-        rollout_rs_threshold="0.5_3.0",
-        rollout_token_veto_threshold=1e-4,
-    )
+        assert Config.from_dict(yaml.safe_load(lines)) == Config.from_dict(expected) == config
 
 
 def test_slimes_present_file(tmp_path):
@@ -531,15 +498,6 @@ def test_no_switch_takes_whatever_is_not_a_boolean_for_true(key, value):
         Config.from_dict({key: value})
 
 
-@pytest.mark.parametrize("key", SWITCHES[:-2])
-def test_text_that_names_a_boolean_is_one(key):
-    for text, value in (("true", True), ("false", False), (" True ", True), ("FALSE", False)):
-        with pytest.warns(UserWarning, match="canonical form"):
-            from_text = Config.from_dict({key: text})
-        with pytest.warns(UserWarning, match="canonical form"):
-            assert from_text == Config.from_dict({key: value})
-
-
 def test_a_slime_file_must_quote_its_bands(tmp_path):
     path = tmp_path / "mis.yaml"
     path.write_text("use-tis: true\ntis-mode: clip\ntis-upper-bound: 0.5_5\n")
@@ -554,26 +512,6 @@ def test_a_slime_file_must_quote_its_bands(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"guard": "off"}, "Guard:     none"),
-        (
-            {"bypass_mode": True, "guard": "fallback", "guard_patience": 5},
-            "falls back to decoupled mode after 5 updates",
-        ),
-        (
-            {"bypass_mode": True, "guard_clip_fraction": "0.2"},
-            "warns after 3 updates in a row with more than 20% clipped",
-        ),
-        ({"bypass_mode": True, "loss_type": "reinforce"}, "with more than 50% rejected, or an engine gap of 0.05"),
-        ({"guard": "fallback"}, "warns after"),
-    ],
-)
-def test_the_guard_is_explained(options, said):
-    assert said in explain(RolloutCorrectionConfig.from_dict(options)).text
-
-
-@pytest.mark.parametrize(
     ("config", "phrases"),
     [
         (Config.decoupled_token_is(), ("decoupled PPO with truncated", "three: pi_rollout", "at most 2", "once per")),
@@ -585,6 +523,20 @@ def test_the_guard_is_explained(options, said):
         (SEQ(rollout_is_mode="clip", rollout_is_threshold="0.5_3"), ("clipped into [0.5, 3]",)),
         (SEQ(rollout_is_mode="mask", rollout_is_threshold="0_3"), ("masked importance", "outside [0, 3]")),
         (SEQ(rollout_is_batch_normalize=True), ("divided by their mean", "a scoring pass")),
+        (Config(guard="off"), ("Guard:     none",)),
+        (Config(guard="fallback"), ("warns after",)),
+        (
+            Config(bypass_mode=True, guard="fallback", guard_patience=5),
+            ("falls back to decoupled mode after 5 updates",),
+        ),
+        (
+            Config(bypass_mode=True, guard_clip_fraction=0.2),
+            ("warns after 3 updates in a row with more than 20% clipped",),
+        ),
+        (
+            Config(bypass_mode=True, loss_type="reinforce"),
+            ("with more than 50% rejected, or an engine gap of 0.05",),
+        ),
     ],
 )
 def test_explanations(config, phrases):

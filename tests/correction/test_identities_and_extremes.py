@@ -7,7 +7,6 @@ import reference
 import torch
 
 from flowgrpo_rc.correction import (
-    RolloutCorrection,
     RolloutCorrectionConfig,
     compute_rollout_correction,
     compute_rollout_correction_and_rejection_mask,
@@ -36,15 +35,6 @@ EVERY = [
     _config("geometric", "mask", "0.8_1.3"),
     _config("token", "clip", "0.6_1.3"),
 ]
-
-
-def _assert_same(a: RolloutCorrection, b: RolloutCorrection, relative: float = 0.0) -> None:
-    if relative:
-        torch.testing.assert_close(a.weights, b.weights, rtol=relative, atol=relative)
-    else:
-        assert torch.equal(a.weights, b.weights)
-    assert torch.equal(a.mask != 0, b.mask != 0)
-    assert a.metrics == pytest.approx(b.metrics, rel=max(relative, 1e-12), abs=max(relative, 1e-12))
 
 
 # Identities.
@@ -197,31 +187,6 @@ def test_anything_at_masked_positions_has_no_effect(config, shape, value):
         assert torch.equal(result.weights, expected.weights)
         assert torch.equal(result.mask, expected.mask)
         assert result.metrics == expected.metrics
-
-
-@pytest.mark.parametrize("scale", [1e5, -1e5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_density_log_probs(scale, dtype):
-    # log densities are not bounded by 0, and summed over latent dimensions they are huge
-    g = torch.Generator().manual_seed(0)
-    p = scale + torch.rand(6, 2, generator=g, dtype=torch.float64).round(decimals=2).to(dtype)
-    result = compute_rollout_correction(p, torch.full_like(p, scale), config=EVERY[0])
-    assert torch.isfinite(result.weights).all()
-    assert all(math.isfinite(value) for value in result.metrics.values())
-    if scale < 0:
-        assert result.metrics["rollout_corr/training_ppl"] == pytest.approx(math.exp(20.0))
-
-
-@pytest.mark.parametrize("config", EVERY)
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 6), (5, 1)])
-def test_one_element_and_one_row(config, shape):
-    p = torch.full(shape, -1.0) + 0.1
-    result = compute_rollout_correction(p, torch.full(shape, -1.0), config=config)
-    assert result.weights.shape == result.mask.shape == shape
-    assert result.mask.dtype == torch.bool
-    assert all(math.isfinite(value) for value in result.metrics.values())
-    assert result.metrics["rollout_corr/rollout_is_std"] == pytest.approx(0.0, abs=1e-6)
-    assert result.metrics["rollout_corr/rollout_is_seq_std"] == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("config", EVERY)

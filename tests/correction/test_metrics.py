@@ -41,23 +41,11 @@ def _assert_metrics(actual: dict[str, float], expected: dict[str, float], relati
 @pytest.mark.parametrize("batch_normalize", [False, True])
 @pytest.mark.parametrize(("mode", "threshold", "lower", "upper"), reference.FORMS)
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_weight_metrics_equal_their_definitions(level, mode, threshold, lower, upper, batch_normalize):
-    for seed, shape in enumerate([(7, 5), (3, 70), (4, 1), (2, 3)]):
+def test_weights_and_their_metrics_equal_the_loops(level, mode, threshold, lower, upper, batch_normalize):
+    for seed, shape in enumerate([(7, 5), (3, 70), (4, 1), (2, 3), (1, 1), (1, 6)]):
         p, q, mask = reference.random_case(seed, *shape)
-        weights = reference.importance(
-            reference.log_ratios(p, q), reference.valid_table(mask, p), level, mode, lower, upper, batch_normalize
-        )
-        expected = reference.metrics(
-            p,
-            q,
-            mask,
-            weights=weights,
-            level=level,
-            mode=mode,
-            lower=lower,
-            upper=upper,
-            batch_normalize=batch_normalize,
-        )
+        form = {"level": level, "mode": mode, "lower": lower, "upper": upper, "batch_normalize": batch_normalize}
+        weights = reference.importance(reference.log_ratios(p, q), reference.valid_table(mask, p), **form)
         result = compute_rollout_correction_and_rejection_mask(
             p,
             q,
@@ -67,45 +55,47 @@ def test_weight_metrics_equal_their_definitions(level, mode, threshold, lower, u
             rollout_is_mode=mode,
             rollout_is_batch_normalize=batch_normalize,
         )
-        _assert_metrics(result.metrics, expected)
+        want = torch.tensor(weights.final, dtype=torch.float64)
+        torch.testing.assert_close(result.weights, want, rtol=1e-12, atol=1e-15)
+        assert torch.equal(result.mask, mask & torch.tensor(weights.keep))
+        _assert_metrics(result.metrics, reference.metrics(p, q, mask, weights=weights, **form))
 
 
 @pytest.mark.parametrize("option", RS_OPTIONS)
-def test_rejection_metrics_equal_their_definitions(option):
+def test_each_criterion_and_its_metrics_equal_the_loops(option):
     shapes = [(7, 5), (9, 3), (3, 70), (4, 1), (1, 1)]
+    kept = rejected = 0
     for seed in range(15):
         p, q, mask = reference.random_case(seed, *shapes[seed % len(shapes)], spread=0.3)
         criteria, text = reference.random_criteria(seed, [option])
+        keep = reference.reject(reference.log_ratios(p, q), reference.valid_table(mask, p), criteria[0]).keep
         result = compute_rollout_correction_and_rejection_mask(p, q, mask, rollout_rs=option, rollout_rs_threshold=text)
+        assert result.weights is None
+        assert torch.equal(result.mask, mask & torch.tensor(keep)), f"seed {seed}, {text}"
         _assert_metrics(result.metrics, reference.metrics(p, q, mask, criteria=criteria))
+        kept += int(result.mask.sum())
+        rejected += int(mask.sum() - result.mask.sum())
+    assert kept > 0
+    assert rejected > 0
 
 
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
 @pytest.mark.parametrize("seed", range(6))
-def test_all_metrics_together_equal_their_definitions(seed):
+def test_several_criteria_and_all_metrics_equal_the_loops(seed, level):
     p, q, mask = reference.random_case(seed, 12, 6, spread=0.3)
     options = list(RS_OPTIONS[seed : seed + 4])
     criteria, text = reference.random_criteria(seed, options)
-    weights = reference.importance(
-        reference.log_ratios(p, q), reference.valid_table(mask, p), "sequence", "mask", 0.5, 3.0, True
-    )
-    expected = reference.metrics(
-        p,
-        q,
-        mask,
-        weights=weights,
-        level="sequence",
-        mode="mask",
-        lower=0.5,
-        upper=3.0,
-        batch_normalize=True,
-        criteria=criteria,
-        veto_threshold=0.55,
-    )
+    ratios, valid = reference.log_ratios(p, q), reference.valid_table(mask, p)
+    form = {"level": level, "mode": "mask", "lower": 0.5, "upper": 3.0, "batch_normalize": True}
+    weights = reference.importance(ratios, valid, **form)
+    want = mask & torch.tensor(weights.keep) & ~torch.tensor(reference.veto(ratios, valid, 0.55)).unsqueeze(1)
+    for c in criteria:
+        want &= torch.tensor(reference.reject(ratios, valid, c).keep)
     result = compute_rollout_correction_and_rejection_mask(
         p,
         q,
         mask,
-        rollout_is="sequence",
+        rollout_is=level,
         rollout_is_threshold="0.5_3.0",
         rollout_is_mode="mask",
         rollout_is_batch_normalize=True,
@@ -113,6 +103,9 @@ def test_all_metrics_together_equal_their_definitions(seed):
         rollout_rs_threshold=text,
         rollout_token_veto_threshold=0.55,
     )
+    assert torch.equal(result.mask, want)
+    torch.testing.assert_close(result.weights, torch.tensor(weights.final, dtype=torch.float64))
+    expected = reference.metrics(p, q, mask, weights=weights, criteria=criteria, veto_threshold=0.55, **form)
     _assert_metrics(result.metrics, expected)
 
 
@@ -225,12 +218,6 @@ def test_accumulated_micro_batches_equal_the_whole(level, sizes):
         assert named["actor/rollout_corr/kl"] == named["mismatch_kl"] == accumulator.compute()["rollout_corr/kl"]
         accumulator.reset()
         assert accumulator.compute() == {}
-
-
-def test_a_mean_of_standard_deviations_would_be_wrong():
-    whole, parts = _parts(RolloutCorrectionConfig.decoupled_token_is(1.4), (9, 3))
-    naive = sum(part.metrics["rollout_corr/rollout_is_std"] for part in parts) / 2
-    assert abs(naive - whole.metrics["rollout_corr/rollout_is_std"]) > 5e-4
 
 
 def test_results_of_different_options_do_not_merge():

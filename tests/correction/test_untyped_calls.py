@@ -26,7 +26,6 @@ print(json.dumps([
     message(correct, z(2, 3), z(2, 3), z(2, 1)),
     message(correct, z(2, 3, 4), z(2, 3, 4)),
     message(correct, z(2, 3, dtype=torch.int64), z(2, 3)),
-    message(correct, *pair, rollout_is="token", rollout_is_threshold=[0.5, 2.0]),
     message(correct, *pair, rollout_rs=["token_k1"], rollout_rs_threshold="0.5_2.0"),
     message(RolloutCorrectionConfig.from_dict, "token_is"),
 ]))
@@ -41,11 +40,6 @@ def test_messages():
         ["ValueError", f"{shapes}mask has shape (2, 1)."],
         ["ValueError", "log_prob must be (B,) or (B, T), got shape (2, 3, 4)."],
         ["TypeError", "log-probs must be floating point, got log_prob torch.int64 and rollout_log_prob torch.float32."],
-        [
-            "TypeError",
-            "rollout_is_threshold must be a number or a numeric string, got [0.5, 2.0]; give a number, or "
-            "'lower_upper' as in '0.5_2.0' (here '0.5_2.0').",
-        ],
         ["TypeError", "rollout_rs must be a string or null, got ['token_k1']."],
         [
             "ValueError",
