@@ -32,8 +32,7 @@ def add_check_reward(commands: Any, default_config: str) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Check and print; returns the exit code."""
     from flowgrpo_rc.cli.compose import compose
-    from flowgrpo_rc.rewards.check.expectations import expectation
-    from flowgrpo_rc.rewards.check.findings import Check, memory
+    from flowgrpo_rc.rewards.check.findings import Check, expectation, memory
     from flowgrpo_rc.rewards.mix import build_reward
 
     config = _alone(arguments.name, compose(arguments.config_name, arguments.overrides, arguments.config_dir).reward)
@@ -43,18 +42,19 @@ def run_command(arguments: argparse.Namespace) -> int:
     reward = build_reward(config)
     loaded_s = time.perf_counter() - start
     try:
-        report = Check(reward, expectation(arguments.name, config), arguments.pictures).run()
+        check = Check(reward, expectation(arguments.name, config), arguments.pictures)
+        findings = check.run()
     finally:
         reward.close()
     print(config.in_words())
-    for finding in report.findings:
+    for finding in findings:
         verdict = {True: "as expected", False: "NOT AS EXPECTED", None: "not judged"}[finding.as_expected]
         print(f"  {finding.name:14} {finding.found}: {verdict}")
-    first = f"{loaded_s:.3g} s to load, {report.first_call_s:.3g} s for the first {report.batch} images"
-    print(f"  {'time':14} {first}, then {report.seconds_per_image:.3g} s an image")
+    first = f"{loaded_s:.3g} s to load, {check.first_call_s:.3g} s for the first {check.batch} images"
+    print(f"  {'time':14} {first}, then {check.seconds_per_image:.3g} s an image")
     for where, peak in memory().items():
         print(f"  {'memory':14} {where}: {peak / 2**20:.0f} MiB at most, {before.get(where, 0) / 2**20:.0f} before it")
-    return 0 if report.as_expected else NEGATIVE
+    return NEGATIVE if any(finding.as_expected is False for finding in findings) else 0
 
 
 def _alone(name: str, config: RewardConfig) -> RewardConfig:

@@ -1,7 +1,7 @@
 """HTTP client of rewards behind a server: its settings, and many requests at once with their answers in order.
 
-The requests run on an event loop in a background thread. Cancelling them there ends a batch at once, whatever the
-server does, when Ctrl-C or a deadline interrupts the caller. httpx is imported with the first request.
+The requests of a batch run on an event loop, which cancels them at once, whatever the server does, when Ctrl-C or a
+deadline interrupts the batch. httpx is imported with the first request.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import logging
 import os
 import random
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from email.utils import parsedate_to_datetime
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.messages import one_line, printable
 from flowgrpo_rc.rewards.errors import AnswerError
+from flowgrpo_rc.rewards.user_code import outside_loops
 from flowgrpo_rc.section import PositiveFloat, PositiveInt, Section, complaints
 
 if TYPE_CHECKING:
@@ -183,21 +182,7 @@ def send_all(
         # They would log every request, with the server's headers.
         logging.getLogger(name).setLevel(logging.WARNING)
     batch = _Batch(requests, options, section, read, tries or options.tries, key, ends_at)
-    outcome = asyncio.run_coroutine_threadsafe(batch.run(), _loop(os.getpid()))
-    try:
-        return outcome.result()
-    finally:
-        # Ctrl-C interrupts the wait alone; the requests go on until they are cancelled.
-        outcome.cancel()
-
-
-@cache
-def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """The event loop of all batches of a process. A fork has no copy of its thread, and so needs its own."""
-    loop = asyncio.new_event_loop()
-    # A daemon: a connection that does not close cannot keep the process from ending.
-    threading.Thread(target=loop.run_forever, name="reward requests", daemon=True).start()
-    return loop
+    return outside_loops(asyncio.run, batch.run())
 
 
 class _Failed(Exception):
@@ -211,7 +196,7 @@ class _Failed(Exception):
 
 @dataclass
 class _Batch:
-    """The requests of one call of ``send_all``; its methods run on the event loop."""
+    """The requests of one call of ``send_all``."""
 
     requests: Sequence[Request]
     options: HTTPOptions
@@ -223,8 +208,25 @@ class _Batch:
     last_failure: str = ""
 
     async def run(self) -> list[Any]:
-        free = asyncio.Semaphore(self.options.max_concurrent)
-        async with self._client() as client:
+        import httpx
+
+        options = self.options
+        free = asyncio.Semaphore(options.max_concurrent)
+        # All requests of a batch go to one server.
+        address = urlsplit(self.requests[0].url)
+        authorization = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        client = httpx.AsyncClient(
+            # Answers are small, and an unpacked size could not be limited.
+            headers={"accept-encoding": "identity", "user-agent": "flowgrpo_rc", **authorization},
+            # The semaphore limits requests; a limit here would count the wait for a connection as time of the server.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=options.max_concurrent),
+            timeout=httpx.Timeout(options.timeout_s, connect=min(CONNECT_S, options.timeout_s)),
+            # A proxy for the outer world cannot reach a server on this machine.
+            trust_env=not is_loopback(address.hostname or ""),
+            # Reading the authorities' certificates takes longer than a request.
+            verify=address.scheme == "https",
+        )
+        async with client:
             tasks = [asyncio.ensure_future(self._answer(client, free, index)) for index in range(len(self.requests))]
             try:
                 left = max(self.ends_at - time.monotonic(), 0.0)
@@ -242,24 +244,6 @@ class _Batch:
                 f"{self._named('deadline_s')}{self.last_failure}. Look at the server, or raise the deadline"
             )
         return answers
-
-    def _client(self) -> httpx.AsyncClient:
-        import httpx
-
-        # All requests of a batch go to one server.
-        address = urlsplit(self.requests[0].url)
-        authorization = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
-        return httpx.AsyncClient(
-            # Answers are small, and an unpacked size could not be limited.
-            headers={"accept-encoding": "identity", "user-agent": "flowgrpo_rc", **authorization},
-            # The semaphore limits requests; a limit here would count the wait for a connection as time of the server.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.options.max_concurrent),
-            timeout=httpx.Timeout(self.options.timeout_s, connect=min(CONNECT_S, self.options.timeout_s)),
-            # A proxy for the outer world cannot reach a server on this machine.
-            trust_env=not is_loopback(address.hostname or ""),
-            # Reading the authorities' certificates takes longer than a request.
-            verify=address.scheme == "https",
-        )
 
     async def _answer(self, client: httpx.AsyncClient, free: asyncio.Semaphore, index: int) -> Any:
         """The answer to one request, after as many tries as it takes."""

@@ -5,6 +5,7 @@ awaits the coroutines that asynchronous functions return.
 """
 
 import asyncio
+import atexit
 import faulthandler
 import inspect
 import linecache
@@ -206,7 +207,25 @@ def _torch_settings_restored() -> Iterator[None]:
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     """One loop for all calls: clients and queues that a function keeps are bound to the loop that made them."""
-    return asyncio.new_event_loop()
+    loop = asyncio.new_event_loop()
+
+    def end() -> None:
+        # Tasks that outlive a call, such as the worker of a queue.
+        left = [task for task in asyncio.all_tasks(loop) if task.cancel()]
+        if left and not loop.is_running():
+            loop.run_until_complete(asyncio.wait(left, timeout=1))
+
+    atexit.register(end)
+    return loop
+
+
+def outside_loops(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, which runs an event loop: in a thread of its own where this one has a loop that runs."""
+    if asyncio._get_running_loop() is None:
+        return function(*args)
+    # As in a notebook; a thread can run only one loop.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()
 
 
 def gather(values: Sequence[Any]) -> list[Any]:
@@ -214,13 +233,7 @@ def gather(values: Sequence[Any]) -> list[Any]:
     awaitables = [value for value in values if inspect.isawaitable(value)]
     if not awaitables:
         return list(values)
-    if asyncio._get_running_loop() is None:
-        results = _run(awaitables)
-    else:
-        # A notebook's own loop runs in this thread, and a thread can run only one.
-        with ThreadPoolExecutor(1) as thread:
-            results = thread.submit(_run, awaitables).result()
-    left = iter(results)
+    left = iter(outside_loops(_run, awaitables))
     return [next(left) if inspect.isawaitable(value) else value for value in values]
 
 

@@ -9,7 +9,7 @@ from reward_files import write
 from reward_server import serving
 
 from flowgrpo_rc.cli.main import main
-from flowgrpo_rc.rewards.check.expectations import EXPECTATIONS, PROMPT, QUALITY, REFERENCE, Expectation
+from flowgrpo_rc.rewards.check.findings import EXPECTATIONS, PROMPT, QUALITY, REFERENCE, Expectation
 from flowgrpo_rc.rewards.check.pictures import SETS, colours, numbers, scenes
 from flowgrpo_rc.rewards.registry import REWARDS
 
@@ -38,7 +38,7 @@ def check(tmp_path, capsys, monkeypatch):
     """
 
     def run(returned, *overrides, expected=RIGHT):
-        monkeypatch.setattr("flowgrpo_rc.rewards.check.expectations.expectation", lambda name, config: expected)
+        monkeypatch.setattr("flowgrpo_rc.rewards.check.findings.expectation", lambda name, config: expected)
         # A file of its own for every call: one that was loaded before is not read again.
         name = f"mine{len(list(tmp_path.iterdir()))}.py"
         path = write(tmp_path, ORACLE.replace("{returned}", returned), name)

@@ -13,7 +13,6 @@ from email.utils import format_datetime
 
 import pytest
 from stub_server import Call, Reply, StubServer
-from tests_support import wait_until
 
 from flowgrpo_rc.rewards import http_client as module
 from flowgrpo_rc.rewards.errors import RewardError
@@ -180,11 +179,17 @@ def test_an_interrupt_ends_the_batch():
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             ask(server.url, 4)
-        assert_nothing_is_under_way()
 
 
-def assert_nothing_is_under_way():
-    wait_until(lambda: not asyncio.all_tasks(module._loop(os.getpid())))
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_loop_may_run_in_the_thread_that_asks(count):
+    """As in a notebook."""
+
+    async def cell(url):
+        return ask(url, count)
+
+    with StubServer(echo) as server:
+        assert asyncio.run(cell(server.url)) == [{"n": n} for n in range(count)]
 
 
 class TestSecrets:

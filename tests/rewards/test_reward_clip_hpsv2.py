@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowgrpo_rc.rewards import HPSv2Config
-from flowgrpo_rc.rewards.clip.hpsv2 import FILES, PaddedPixels, renamed
+from flowgrpo_rc.rewards.clip.hpsv2 import FILES, padded_pixels, renamed
 from flowgrpo_rc.rewards.clip.text_image import CLIPCosine, HPSv2
 
 WIDTH, INNER, PROJECTION, HEADS = 32, 48, 24, 16
@@ -179,7 +179,7 @@ def test_a_network_in_transformers_format_will_do(tmp_path: Path) -> None:
 
 def prepared(image: np.ndarray) -> np.ndarray:
     """(32, 32, 3) grey levels after the preprocessing, the normalisation undone."""
-    pixels = PaddedPixels(SIDE)([image])[0].permute(1, 2, 0).double().numpy()
+    pixels = padded_pixels([image], SIDE)[0].permute(1, 2, 0).double().numpy()
     return (pixels * [0.26862954, 0.26130258, 0.27577711] + [0.48145466, 0.4578275, 0.40821073]) * 255
 
 

@@ -117,7 +117,7 @@ def test_equal_references_are_embedded_once(
         reward.network, "get_image_features", lambda pixel_values: sizes.append(len(pixel_values)) or own(pixel_values)
     )
     reward(pictures, [""] * 6, [{"images": pictures[i // 3].copy()} for i in range(6)])
-    assert sizes == [6, 2]
+    assert sizes == [2, 6]
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,60 @@
-"""Scores the pictures with a reward and compares the scores with the reward's right behaviour."""
+"""Scores the pictures with a reward and compares the scores with the right behaviour of each built-in reward.
 
+Rewards that are not in the table of expectations are not judged.
+"""
+
+import math
 import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.check.expectations import PROMPT, QUALITY, REFERENCE, Expectation
 from flowgrpo_rc.rewards.check.pictures import SETS, Picture, colours, damaged, twice_as_large
+from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rewards.mix import RewardMix
 
+PROMPT = "prompt"
+"""A picture scores higher with its own prompt than with those of others."""
+REFERENCE = "reference"
+"""A picture scores higher with itself as the reference, the column ``images``, than with others."""
+QUALITY = "quality"
+"""A clean picture scores higher than the same under noise, whatever the prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """The right behaviour of a reward."""
+
+    order: str
+    """``PROMPT``, ``REFERENCE`` or ``QUALITY``."""
+    low: float = -math.inf
+    high: float = math.inf
+    """Bounds of the scores, by the reward's formula."""
+    pictures: str = "scenes"
+    """The set of ``pictures.SETS`` that the reward is made for."""
+    columns: frozenset[str] = frozenset()
+    """Columns of the prompt file that it reads; a picture's row that lacks one gets its name as its value."""
+
+
+EXPECTATIONS = {
+    "ocr": Expectation(order=PROMPT, low=0.0, high=1.0, pictures="numbers"),
+    "jpeg_compressibility": Expectation(order=QUALITY, high=0.0),
+    # exp(logit_scale) is at most 100 in CLIP and its descendants.
+    "pickscore": Expectation(order=PROMPT, low=-100 / 26, high=100 / 26),
+    "clipscore": Expectation(order=PROMPT, low=-100 / 30, high=100 / 30),
+    "clip_cosine": Expectation(order=PROMPT, low=-1.0, high=1.0),
+    "hpsv2": Expectation(order=PROMPT, low=-1.0, high=1.0),
+    "aesthetic": Expectation(order=QUALITY, low=0.0, high=11.0),
+    "clip_similarity": Expectation(order=REFERENCE, low=-1.0, high=1.0),
+    "dino_similarity": Expectation(order=REFERENCE, low=-1.0, high=1.0),
+    "siglip_similarity": Expectation(order=REFERENCE, low=-1.0, high=1.0),
+    "judge": Expectation(order=PROMPT, low=0.0, high=1.0),
+}
+"""Name of a built-in reward -> its right behaviour."""
 RIGHT_SHARE = 0.75
 """Share of right comparisons that must be exceeded: four pictures and prompts give 24, and tossing coins reaches 19 of
 them once in 300 times."""
@@ -21,6 +63,26 @@ SPREAD_SHARE = 0.02
 smaller."""
 ROUNDING = 1e-4
 """The same in absolute terms, for scores that are nearly equal."""
+
+
+def expectation(name: str, config: RewardConfig) -> Expectation | None:
+    """The right behaviour of the reward ``name`` in a run of this configuration.
+
+    None where it is not known, as of every function of the user's own, whatever its name.
+    """
+    if name in config.own_functions():
+        return None
+    known = EXPECTATIONS.get(name)
+    if known is None or name != "judge":
+        return known
+    # A judge does what its questions ask for: read a text, compare with a reference, use columns of the run.
+    questions = config.judge.questions
+    return replace(
+        known,
+        pictures="numbers" if any(question.wants_target for question in questions) else known.pictures,
+        columns=frozenset[str]().union(*(question.placeholders for question in questions)),
+        order=REFERENCE if any(question.references for question in questions) else known.order,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +95,6 @@ class Finding:
     """None where nothing is expected."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """The outcome of a check."""
-
-    findings: list[Finding]
-    seconds_per_image: float
-    """Of a second call with a batch of ``batch`` images; the first may load and compile."""
-    first_call_s: float
-    batch: int
-
-    @property
-    def as_expected(self) -> bool:
-        """False where a finding contradicts the expectation."""
-        return all(finding.as_expected is not False for finding in self.findings)
-
-
 class Check:
     """One reward under examination.
 
@@ -56,6 +102,10 @@ class Check:
         reward: a mix that holds it alone.
         expectation: its right behaviour; None for an unknown reward, whose findings are not judged.
         pictures: the set to use; None for the one that the reward is made for.
+
+    Attributes:
+        first_call_s: time of the first call, which may load and compile.
+        seconds_per_image: time of the second call, with the same ``batch`` images.
     """
 
     def __init__(self, reward: RewardMix, expectation: Expectation | None, pictures: str | None = None) -> None:
@@ -66,7 +116,7 @@ class Check:
         self._set = pictures or self._expected.pictures
         self._scored: list[np.ndarray] = []
 
-    def run(self) -> Report:
+    def run(self) -> list[Finding]:
         """Score everything.
 
         Raises:
@@ -76,27 +126,31 @@ class Check:
         pictures = SETS[self._set]()
         images, prompts, rows = self._pairs(pictures)
         self._reward.check_prompts(prompts, image_size=images.shape[1:3], metadata=rows)
+        self.batch = len(images)
         start = time.perf_counter()
         scores = self._score(images, prompts, rows)
         again = time.perf_counter()
         reordered = self._score(images[::-1], prompts[::-1], rows[::-1])[::-1]
-        end = time.perf_counter()
+        self.first_call_s = again - start
+        self.seconds_per_image = (time.perf_counter() - again) / self.batch
         alone = np.concatenate([self._score(images[i : i + 1], prompts[i : i + 1], rows[i : i + 1]) for i in range(4)])
+        # Rewards that pad a batch, or hand scores out in another order, depend on an image's neighbours.
+        change = max(np.abs(scores - reordered).max(), np.abs(scores[: len(alone)] - alone).max())
         large = twice_as_large(images)
         findings = [
             self._order_finding("order", scores, images),
-            self._neighbours_finding(scores, reordered, alone),
+            self._finding(
+                "neighbours",
+                f"scores change by at most {change:.2g} in a batch of another order and one by one",
+                change <= max(SPREAD_SHARE * np.ptp(scores), ROUNDING),
+            ),
             self._order_finding("twice as large", self._score(large, prompts, rows), large),
         ]
         if self._expected.order == PROMPT and self._set == "scenes":
             # Red and blue swap where a reward takes RGB for BGR, which no other picture shows.
             images, prompts, rows = self._pairs(colours())
             findings.append(self._order_finding("red and blue", self._score(images, prompts, rows), images))
-        findings.append(self._range_finding())
-        batch = len(scores)
-        return Report(
-            findings=findings, seconds_per_image=(end - again) / batch, first_call_s=again - start, batch=batch
-        )
+        return [*findings, self._range_finding()]
 
     def _pairs(self, pictures: Sequence[Picture]) -> tuple[np.ndarray, list[str], list[dict[str, Any]]]:
         """Every picture with every prompt and its row, (N * N, H, W, 3), one picture after the other."""
@@ -134,12 +188,6 @@ class Check:
             words = f"own {self._expected.order} above another's in {won} of {compared} comparisons"
         words += f", {right.mean():.4g} against {wrong.mean():.4g} on average"
         return self._finding(name, words, won > RIGHT_SHARE * compared)
-
-    def _neighbours_finding(self, scores: np.ndarray, reordered: np.ndarray, alone: np.ndarray) -> Finding:
-        # Rewards that pad a batch, or hand scores out in another order, depend on an image's neighbours.
-        change = max(np.abs(scores - reordered).max(), np.abs(scores[: len(alone)] - alone).max())
-        words = f"scores change by at most {change:.2g} in a batch of another order and one by one"
-        return self._finding("neighbours", words, change <= max(SPREAD_SHARE * np.ptp(scores), ROUNDING))
 
     def _range_finding(self) -> Finding:
         scores = np.concatenate(self._scored)

@@ -71,33 +71,32 @@ def load_checkpoint(section: str, file: Path, dtype: str) -> Any:
     return network.requires_grad_(False).eval()
 
 
-class PaddedPixels:
+def padded_pixels(images: Sequence[np.ndarray], side: int) -> Tensor:
     """HPSv2's preprocessing: the longest side becomes ``side`` pixels, and black bars fill the square.
 
     Resized as torchvision resizes tensors since its version 0.17: bicubic and antialiased, in floating point.
+
+    Args:
+        images: N images, each (H, W, 3) uint8 RGB.
+
+    Returns:
+        (N, 3, side, side) float32.
     """
+    from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-    def __init__(self, side: int) -> None:
-        from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-
-        self._side = side
-        self._mean = torch.tensor(OPENAI_CLIP_MEAN).view(3, 1, 1)
-        self._std = torch.tensor(OPENAI_CLIP_STD).view(3, 1, 1)
-
-    def __call__(self, images: Sequence[np.ndarray]) -> Tensor:
-        """(N, 3, side, side) float32 of N images, each (H, W, 3) uint8 RGB."""
-        return (torch.stack([self._square(image) for image in images]) - self._mean) / self._std
-
-    def _square(self, image: np.ndarray) -> Tensor:
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
+    squares = []
+    for image in images:
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
-        scale = self._side / max(pixels.shape[1:])
+        scale = side / max(pixels.shape[1:])
         # Thin images keep at least one row.
         height, width = (max(1, round(length * scale)) for length in pixels.shape[1:])
         if scale != 1:
             pixels = F.interpolate(pixels[None], size=(height, width), mode="bicubic", antialias=True)[0]
-        left = (self._side - width) // 2
-        top = (self._side - height) // 2
-        return F.pad(pixels, (left, self._side - width - left, top, self._side - height - top))
+        left = (side - width) // 2
+        top = (side - height) // 2
+        squares.append(F.pad(pixels, (left, side - width - left, top, side - height - top)))
+    return (torch.stack(squares) - mean) / std
 
 
 HEADS = 16

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,17 +23,9 @@ from flowgrpo_rc.rewards.clip.config import ScorerConfig
 Pixels = Callable[[Sequence[np.ndarray]], Tensor]
 """Images, each (H, W, 3) uint8 RGB, as a network takes them: (N, 3, height, width) float32."""
 HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
-_FOLDER = "Give a folder with {}, as save_pretrained writes it"
-
-
-class Published(NamedTuple):
-    """Hub names of a reward's published weights, and of their image processor and tokenizer."""
-
-    model: str
-    processor: str
-
-
-CLIP_L = Published("openai/clip-vit-large-patch14", "openai/clip-vit-large-patch14")
+FOLDER = "Give a folder with {}, as save_pretrained writes it"
+"""Remedy of messages; the braces are the files that the folder must hold."""
+CLIP_L = "openai/clip-vit-large-patch14"
 """The CLIP of flow_grpo's ``clipscore``, of the aesthetic score and of its image similarity."""
 
 
@@ -47,7 +39,10 @@ class Scorer:
 
     name: ClassVar[str]
     """Of the reward and of its section."""
-    published: ClassVar[Published]
+    published: ClassVar[str]
+    """Hub name of the reward's published weights."""
+    published_processor: ClassVar[str | None] = None
+    """That of their image processor and tokenizer; None for the same."""
     model_types: ClassVar[tuple[str, ...]] = ("clip",)
     """Accepted values of ``model_type`` in a network's ``config.json``."""
     config_class: ClassVar[type[ScorerConfig]] = ScorerConfig
@@ -73,17 +68,47 @@ class Scorer:
 
     @property
     def _model_path(self) -> str:
-        return self.config.model_path or self.published.model
+        return self.config.model_path or self.published
 
     @property
     def _processor_path(self) -> str:
-        return self.config.processor_path or self.config.model_path or self.published.processor
+        config = self.config
+        return config.processor_path or config.model_path or self.published_processor or self.published
 
     def _load_network(self) -> Any:
-        return load_network(self.section, self._model_path, self.config, self.model_types)
+        """The network in transformers' format: frozen, in evaluation mode, in the section's dtype, on the CPU."""
+        from transformers import AutoConfig, AutoModel
+
+        path = self._model_path
+        with explained(f"{self.section}.model_path", path, FOLDER.format("config.json and the weights")):
+            # ``AutoModel`` would load any network, and fail much later.
+            kind = AutoConfig.from_pretrained(located(path)).model_type
+            if kind not in self.model_types:
+                takes = ", ".join(self.model_types)
+                raise ValueError(f"it holds a network of the kind {kind!r}, but this reward takes {takes}")
+            dtype = torch_dtype(self.config.dtype)
+            network, found = AutoModel.from_pretrained(located(path), dtype=dtype, output_loading_info=True)
+            # transformers would leave these at random.
+            if missing := sorted(found["missing_keys"]):
+                raise ValueError(f"{len(missing)} tensors are missing ({', '.join(missing[:3])})")
+        return network.requires_grad_(False).eval()
 
     def _load_pixels(self) -> Pixels:
-        return load_pixels(self.section, self._processor_path)
+        """The preprocessing of the image processor.
+
+        Always by Pillow: transformers would by itself resize with torchvision where that is installed, which changes
+        scores in the third digit.
+        """
+        # ``transformers.AutoImageProcessor`` itself is a placeholder that refuses, unless torchvision is installed.
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+        path = self._processor_path
+        with explained(f"{self.section}.processor_path", path, FOLDER.format("preprocessor_config.json")):
+            # One choice under its two names: ``use_fast`` up to transformers 5.3, ``backend`` from 5.4 on.
+            processor = AutoImageProcessor.from_pretrained(located(path), use_fast=False, backend="pil")
+        return lambda images: processor(images=[Image.fromarray(i) for i in images], return_tensors="pt")[
+            "pixel_values"
+        ]
 
     def _prepare(self) -> None:
         """Load what the reward needs besides the network."""
@@ -141,70 +166,6 @@ def find_device(section: str, name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"{section}.device: got {name}, but torch sees {count} GPUs here; give cpu or auto")
     return device
-
-
-def load_network(section: str, path: str, config: ScorerConfig, model_types: Sequence[str]) -> Any:
-    """The network in transformers' format at ``path``: frozen, in evaluation mode, in the section's dtype, on the CPU.
-
-    Raises:
-        ValueError: there is none, it is not one of ``model_types``, or some of its weights are missing.
-    """
-    from transformers import AutoConfig, AutoModel
-
-    field = f"{section}.model_path"
-    with explained(field, path, _FOLDER.format("config.json and the weights")):
-        # ``AutoModel`` would load any network, and fail much later.
-        kind = AutoConfig.from_pretrained(located(path)).model_type
-        if kind not in model_types:
-            raise ValueError(f"it holds a network of the kind {kind!r}, but this reward takes {', '.join(model_types)}")
-        network, found = AutoModel.from_pretrained(
-            located(path), dtype=torch_dtype(config.dtype), output_loading_info=True
-        )
-        # transformers would leave these at random.
-        if missing := sorted(found["missing_keys"]):
-            raise ValueError(f"{len(missing)} tensors are missing ({', '.join(missing[:3])})")
-    return network.requires_grad_(False).eval()
-
-
-def load_pixels(section: str, path: str) -> Pixels:
-    """The preprocessing of the image processor at ``path``.
-
-    Always by Pillow: transformers would by itself resize with torchvision where that is installed, which changes scores
-    in the third digit.
-
-    Raises:
-        ValueError: there is none.
-    """
-    # ``transformers.AutoImageProcessor`` itself is a placeholder that refuses, unless torchvision is installed.
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
-    with explained(f"{section}.processor_path", path, _FOLDER.format("preprocessor_config.json")):
-        # One choice under its two names: ``use_fast`` up to transformers 5.3, ``backend`` from 5.4 on.
-        processor = AutoImageProcessor.from_pretrained(located(path), use_fast=False, backend="pil")
-
-    def pixels(images: Sequence[np.ndarray]) -> Tensor:
-        return processor(images=[Image.fromarray(image) for image in images], return_tensors="pt")["pixel_values"]
-
-    return pixels
-
-
-def load_tokenizer(section: str, path: str, vocabulary: int) -> Any:
-    """The tokenizer at ``path``, for a network with ``vocabulary`` embeddings.
-
-    Raises:
-        ValueError: there is none, or its vocabulary is missing or larger than the network's.
-    """
-    from transformers import AutoTokenizer
-
-    with explained(f"{section}.processor_path", path, _FOLDER.format("tokenizer.json, or vocab.json and merges.txt")):
-        tokenizer = AutoTokenizer.from_pretrained(located(path))
-        # transformers loads a tokenizer without its files, and every prompt is then the same.
-        if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
-            raise ValueError("its vocabulary is missing")
-        # A GPU would stop with a failed assertion at the first such token.
-        if len(tokenizer) > vocabulary:
-            raise ValueError(f"it has {len(tokenizer)} tokens, but the network knows {vocabulary}")
-    return tokenizer
 
 
 def located(path: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from flowgrpo_rc.prompt import ReferenceImage
-from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Published, Scorer
+from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Scorer
 from flowgrpo_rc.rewards.errors import brief_repr
 from flowgrpo_rc.rewards.registry import Rows
 
@@ -42,13 +42,18 @@ class SimilarityReward(Scorer):
             ValueError: a row has no reference that can be read.
         """
         # The images of a prompt share one reference.
-        distinct = self._distinct(metadata, [f"sample {index}" for index in range(len(metadata))])
-        references = [_read(value, where) for value, where, _ in distinct.values()]
-        places = np.empty(len(metadata), np.int64)
-        for place, (_, _, rows) in enumerate(distinct.values()):
-            places[rows] = place
+        references: dict[Any, np.ndarray] = {}
+        keys = []
+        for index, row in enumerate(metadata):
+            where = f"sample {index}"
+            value = self._reference(row, where)
+            keys.append(_key(value))
+            if keys[-1] not in references:
+                references[keys[-1]] = _read(value, where)
+        places = {key: place for place, key in enumerate(references)}
         with torch.inference_mode():
-            cosines = (self._encode_images(list(images)) * self._encode_images(references)[places]).sum(-1)
+            embeddings = self._encode_images(list(references.values()))[[places[key] for key in keys]]
+            cosines = (self._encode_images(list(images)) * embeddings).sum(-1)
         return cosines.cpu().numpy()
 
     def check_prompts(
@@ -60,20 +65,11 @@ class SimilarityReward(Scorer):
         Raises:
             ValueError: names the row and what is wrong.
         """
-        for value, where, _ in self._distinct(metadata or (), sources).values():
+        for row, where in zip(metadata or (), sources, strict=False):
+            value = self._reference(row, where)
             # The prompt reader has checked the images of its own column.
             if not isinstance(value, ReferenceImage):
                 _open(value, where)
-
-    def _distinct(
-        self, metadata: Sequence[Mapping[str, Any]], sources: Sequence[str]
-    ) -> dict[Any, tuple[Any, str, list[int]]]:
-        """The different references, each with its first source and the indices of its rows."""
-        found: dict[Any, tuple[Any, str, list[int]]] = {}
-        for index, row in enumerate(metadata):
-            value = self._reference(row, sources[index])
-            found.setdefault(_key(value), (value, sources[index], []))[2].append(index)
-        return found
 
     def _reference(self, row: Mapping[str, Any], where: str) -> Any:
         """A row's reference, in one of the forms."""
@@ -140,7 +136,7 @@ class DINOSimilarity(SimilarityReward):
     """The cosine of DINOv2's class tokens, after its last norm."""
 
     name = "dino_similarity"
-    published = Published("facebook/dinov2-base", "facebook/dinov2-base")
+    published = "facebook/dinov2-base"
     model_types = ("dinov2", "dinov2_with_registers")
 
 
@@ -148,5 +144,5 @@ class SigLIPSimilarity(SimilarityReward):
     """The cosine of SigLIP's pooled image embeddings."""
 
     name = "siglip_similarity"
-    published = Published("google/siglip-base-patch16-224", "google/siglip-base-patch16-224")
+    published = "google/siglip-base-patch16-224"
     model_types = ("siglip",)

@@ -1,6 +1,7 @@
 """Rewards for images that fit their prompt: ``pickscore``, ``clipscore``, ``clip_cosine`` and ``hpsv2``."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -8,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.rewards.clip.config import HPSv2Config
-from flowgrpo_rc.rewards.clip.hpsv2 import PaddedPixels, find_checkpoint, load_checkpoint
-from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Pixels, Published, Scorer, load_tokenizer, unit
+from flowgrpo_rc.rewards.clip.hpsv2 import find_checkpoint, load_checkpoint, padded_pixels
+from flowgrpo_rc.rewards.clip.scorer import CLIP_L, FOLDER, Pixels, Scorer, explained, located, unit
 
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 """The CLIP that PickScore and HPSv2 were fine-tuned from; they read prompts with its tokenizer."""
@@ -40,8 +41,20 @@ class TextImageReward(Scorer):
         return cosines.cpu().numpy()
 
     def _prepare(self) -> None:
-        vocabulary = self.network.config.text_config.vocab_size
-        self._tokenizer = load_tokenizer(self.section, self._processor_path, vocabulary)
+        from transformers import AutoTokenizer
+
+        path = self._processor_path
+        files = FOLDER.format("tokenizer.json, or vocab.json and merges.txt")
+        with explained(f"{self.section}.processor_path", path, files):
+            tokenizer = AutoTokenizer.from_pretrained(located(path))
+            # transformers loads a tokenizer without its files, and every prompt is then the same.
+            if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
+                raise ValueError("its vocabulary is missing")
+            # A GPU would stop with a failed assertion at the first token that the network does not know.
+            vocabulary = self.network.config.text_config.vocab_size
+            if len(tokenizer) > vocabulary:
+                raise ValueError(f"it has {len(tokenizer)} tokens, but the network knows {vocabulary}")
+        self._tokenizer = tokenizer
 
     def _try(self) -> None:
         super()._try()
@@ -71,7 +84,8 @@ class PickScore(TextImageReward):
     """People's preference: ``exp(logit_scale) * cos / 26``, as flow_grpo scales PickScore's logit."""
 
     name = "pickscore"
-    published = Published("yuvalkirstain/PickScore_v1", CLIP_H)
+    published = "yuvalkirstain/PickScore_v1"
+    published_processor = CLIP_H
     divisor = 26.0
 
 
@@ -97,7 +111,8 @@ class HPSv2(TextImageReward):
     """
 
     name = "hpsv2"
-    published = Published("xswu/HPSv2", CLIP_H)
+    published = "xswu/HPSv2"
+    published_processor = CLIP_H
     config_class = HPSv2Config
     config: HPSv2Config
 
@@ -109,10 +124,10 @@ class HPSv2(TextImageReward):
 
     def _load_pixels(self) -> Pixels:
         # The published processor of this CLIP crops.
-        return PaddedPixels(self.network.config.vision_config.image_size)
+        return partial(padded_pixels, side=self.network.config.vision_config.image_size)
 
     @property
     def _processor_path(self) -> str:
         # A checkpoint of OpenCLIP brings no tokenizer.
         own = self.config.model_path if self._checkpoint is None else None
-        return self.config.processor_path or own or self.published.processor
+        return self.config.processor_path or own or CLIP_H
