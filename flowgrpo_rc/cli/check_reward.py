@@ -7,9 +7,8 @@ from typing import Any
 
 from flowgrpo_rc.cli.arguments import add_command, add_configuration
 from flowgrpo_rc.cli.errors import NEGATIVE
-from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig
+from flowgrpo_rc.rewards import CustomRewardConfig, RewardConfig, RewardModelConfig
 from flowgrpo_rc.rewards.check.pictures import SETS
-from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
 
 
 def add_check_reward(commands: Any, default_config: str) -> None:

@@ -6,16 +6,17 @@ in the form that its signature has, ``user_code`` bounds and reports the call, a
 Importing this package loads no engine; ``build_reward`` does.
 """
 
-from flowgrpo_rc.rewards.clip.config import AestheticConfig as AestheticConfig
-from flowgrpo_rc.rewards.clip.config import HPSv2Config as HPSv2Config
-from flowgrpo_rc.rewards.clip.config import ScorerConfig as ScorerConfig
+from flowgrpo_rc.rewards.answer import RewardError as RewardError
 from flowgrpo_rc.rewards.config import REWARD_NAMES as REWARD_NAMES
+from flowgrpo_rc.rewards.config import AestheticConfig as AestheticConfig
 from flowgrpo_rc.rewards.config import CustomRewardConfig as CustomRewardConfig
+from flowgrpo_rc.rewards.config import HPSv2Config as HPSv2Config
 from flowgrpo_rc.rewards.config import OCRConfig as OCRConfig
 from flowgrpo_rc.rewards.config import RewardConfig as RewardConfig
+from flowgrpo_rc.rewards.config import RewardModelConfig as RewardModelConfig
+from flowgrpo_rc.rewards.config import ScorerConfig as ScorerConfig
 from flowgrpo_rc.rewards.custom import load_function as load_function
 from flowgrpo_rc.rewards.custom import load_reward as load_reward
-from flowgrpo_rc.rewards.errors import RewardError as RewardError
 from flowgrpo_rc.rewards.http_client import ServerError as ServerError
 from flowgrpo_rc.rewards.jpeg import jpeg_compressibility as jpeg_compressibility
 from flowgrpo_rc.rewards.judge.config import JudgeConfig as JudgeConfig
@@ -30,5 +31,4 @@ from flowgrpo_rc.rewards.ocr import OCRReward as OCRReward
 from flowgrpo_rc.rewards.ocr import quoted_target as quoted_target
 from flowgrpo_rc.rewards.ocr import text_similarity as text_similarity
 from flowgrpo_rc.rewards.registry import STATISTICS as STATISTICS
-from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig as RewardModelConfig
 from flowgrpo_rc.rewards.scoring import PartialScoring as PartialScoring

@@ -1,4 +1,4 @@
-"""Checks of a reward function's answer, which becomes scores and captions."""
+"""Checks of a reward function's answer, which becomes scores and captions; errors of rewards."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.rewards.errors import AnswerError, brief_repr
 from flowgrpo_rc.rewards.registry import METRIC_NAME
 
+LONGEST = 400
+"""Characters of an exception's text, a prompt or a value in a message."""
 WANTED = "return one float per image, or (floats, info dict)"
 
 Scores = tuple[np.ndarray, dict[str, list[Any]]]
@@ -20,6 +21,24 @@ CAPTIONS = "text"
 """The key of ``info`` whose strings caption the samples."""
 PARTS = "part/"
 """The beginning of keys of ``info`` with numbers that make up a function's score. A run logs their means."""
+
+
+class RewardError(RuntimeError):
+    """A reward function failed or gave an answer unfit for training. The message names the function."""
+
+
+class AnswerError(RewardError):
+    """A reward function returned something unfit; a check of ours found it."""
+
+
+def brief_repr(value: Any) -> str:
+    """Python's representation of a value in one line, shortened for a message."""
+    return shortened(" ".join(repr(value).splitlines()))
+
+
+def shortened(text: str) -> str:
+    """The first ``LONGEST`` characters of a text."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> Scores:
@@ -37,7 +56,17 @@ def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> Scores:
     # (N, 1) too: summed with another reward's (N,) it would broadcast to (N, N).
     if values.shape != (len(prompts),):
         raise AnswerError(f"{returned} scores of shape {values.shape}, expected ({len(prompts)},): one float per image")
-    _check_range(returned, values, prompts)
+    # Written so that NaN counts too. float64 holds larger numbers, which float32 would make infinite.
+    wrong = ~(np.abs(values) <= np.finfo(np.float32).max)
+    if wrong.any():
+        first = int(wrong.argmax())
+        finite = np.isfinite(values[wrong]).all()
+        scores = f"of {values.size} scores beyond float32's largest number, 3.4e38"
+        raise AnswerError(
+            f"{returned} {int(wrong.sum())} {scores if finite else f'non-finite of {values.size} scores'}; the first "
+            f"is {values[first]} for sample {first}, prompt {brief_repr(prompts[first])}"
+            f"{': scale them down' if finite else ''}"
+        )
     entries = {key: _checked_entries(returned, key, value, len(prompts)) for key, value in info.items()}
     return values.astype(np.float32), entries
 
@@ -78,62 +107,43 @@ def _split(answer: Any) -> tuple[Any, Mapping[Any, Any]]:
 
 
 def _numbers(returned: str, scores: Any) -> np.ndarray:
-    """``scores`` as real numbers, of any shape."""
+    """``scores`` as float64, of any shape."""
     kind = "None" if scores is None else type(scores).__name__
     # numpy would make an array of one object of these.
     if scores is None or isinstance(scores, (str, bytes, Mapping, Set, Iterator)):
         raise AnswerError(f"{returned} {kind}; {WANTED}")
     try:
-        values = _without_torch(scores)
-        values = values if isinstance(values, Sequence) else np.asarray(values)
-        # Entry by entry, since numpy would take strings and None in a list.
-        if isinstance(values, Sequence) or values.dtype == object:
-            values = np.asarray([_entry(index, value) for index, value in enumerate(values)])
-        if values.dtype.kind not in "biuf":
-            raise TypeError(f"its type is {values.dtype}")
+        return _array(scores)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise AnswerError(f"{returned} {kind} that does not convert to floats ({one_line(error)}); {WANTED}") from error
-    return values.astype(np.float64)
+
+
+def _array(value: Any) -> np.ndarray:
+    # Not an import: nobody can have returned a tensor before torch is loaded.
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.is_complex():
+            raise TypeError(f"its type is {value.dtype}")
+        # numpy has no bfloat16.
+        return value.detach().to("cpu").double().numpy()
+    if not isinstance(value, Sequence):
+        value = np.asarray(value)
+        if value.dtype.kind in "biuf":
+            return value.astype(np.float64)
+        if value.dtype != object:
+            raise TypeError(f"its type is {value.dtype}")
+    # Entry by entry, since numpy would take strings and None in a list.
+    return np.asarray([_entry(index, entry) for index, entry in enumerate(value)], np.float64)
 
 
 def _entry(index: int, value: Any) -> Any:
     """One entry of a list: a number, or an array that the check of the shape refuses."""
-    value = _without_torch(value)
     if isinstance(value, (Real, np.bool_)):
         return float(value)
-    if isinstance(value, (list, tuple)):
-        return np.asarray([_entry(index, inner) for inner in value])
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return value
+    if isinstance(value, (list, tuple)) or hasattr(value, "ndim"):
+        return _array(value)
     kind = "None" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
     raise TypeError(f"its entry {index} is {kind}")
-
-
-def _without_torch(value: Any) -> Any:
-    """A tensor as an array; anything else unchanged."""
-    # Not an import: nobody can have returned a tensor before torch is loaded.
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.Tensor):
-        return value
-    if value.is_complex():
-        raise TypeError(f"its type is {value.dtype}")
-    # numpy has no bfloat16.
-    return value.detach().to("cpu").double().numpy()
-
-
-def _check_range(returned: str, values: np.ndarray, prompts: Sequence[str]) -> None:
-    """Raise ``AnswerError`` unless float32 holds every score as a finite number."""
-    # Written so that NaN counts too. float64 holds larger numbers, which float32 would make infinite.
-    wrong = ~(np.abs(values) <= np.finfo(np.float32).max)
-    if wrong.any():
-        first = int(wrong.argmax())
-        finite = np.isfinite(values[wrong]).all()
-        scores = f"of {values.size} scores beyond float32's largest number, 3.4e38"
-        raise AnswerError(
-            f"{returned} {int(wrong.sum())} {scores if finite else f'non-finite of {values.size} scores'}; the first "
-            f"is {values[first]} for sample {first}, prompt {brief_repr(prompts[first])}"
-            f"{': scale them down' if finite else ''}"
-        )
 
 
 def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[Any]:
@@ -142,8 +152,7 @@ def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[An
         raise AnswerError(f"{returned} info with the key {brief_repr(key)}; its keys must be strings")
     where = f"{returned} info[{brief_repr(key)}]"
     # Arrays, tensors and pandas series are no sequences. A text is one, but of letters.
-    listed = isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
-    if not listed or isinstance(value, (str, bytes)):
+    if isinstance(value, (str, bytes)) or not (isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0):
         raise AnswerError(
             f"{where} of type {type(value).__name__}; give a list with one entry for each of the {count} images"
         )
@@ -160,19 +169,16 @@ def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[An
         )
     for index, entry in enumerate(entries):
         if is_part:
-            entries[index] = _part_number(f"{where}[{index}]", entry)
+            number: Any = None
+            # As strict as for scores: a mean of texts that spell numbers is a mistake too.
+            with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+                number = np.asarray(_entry(0, entry))
+            if number is None or number.shape or not np.isfinite(number):
+                wanted = "its mean is logged, so every entry must be a finite number"
+                raise AnswerError(f"{where}[{index}] = {brief_repr(entry)}; {wanted}")
+            entries[index] = float(number)
         elif key == CAPTIONS and not isinstance(entry, str):
             raise AnswerError(
                 f"{where}[{index}] = {brief_repr(entry)}; it captions the samples, so every entry must be a string"
             )
     return entries
-
-
-def _part_number(where: str, entry: Any) -> float:
-    """An entry under a key of ``PARTS``, of any type that scores may have."""
-    # As strict as for scores: a mean of texts that spell numbers is a mistake too.
-    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-        number = np.asarray(_entry(0, entry), np.float64)
-        if not number.shape and np.isfinite(number):
-            return float(number)
-    raise AnswerError(f"{where} = {brief_repr(entry)}; its mean is logged, so every entry must be a finite number")

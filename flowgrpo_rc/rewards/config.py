@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from flowgrpo_rc.checks import show
+from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
-from flowgrpo_rc.rewards.clip.config import AestheticConfig, HPSv2Config, ScorerConfig
 from flowgrpo_rc.rewards.custom import DEFAULT_NAME, OwnFunction, of_entry
+from flowgrpo_rc.rewards.http_client import HTTPOptions, check_url, own_fields_first
 from flowgrpo_rc.rewards.judge.config import JudgeConfig
 from flowgrpo_rc.rewards.ocr import OCRConfig
 from flowgrpo_rc.rewards.registry import DEFAULT_REWARD, REWARDS, check_name
-from flowgrpo_rc.rewards.remote.config import remote_scorers
-from flowgrpo_rc.rewards.reward_model.config import RewardModelConfig
+from flowgrpo_rc.rewards.remote.protocols import FORMATS, PROTOCOLS
 from flowgrpo_rc.section import (
+    Check,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
+    PositiveInt,
+    Problems,
     Read,
     Section,
     complaints,
@@ -29,20 +34,18 @@ from flowgrpo_rc.section import (
 
 REWARD_NAMES = REWARDS.keys()
 """The names of the built-in rewards, as ``reward.functions`` takes them."""
-NORMALIZATIONS = ("group",)
-"""How several rewards may be normalised before they are weighted."""
+Device = Annotated[
+    str, Check(lambda name: re.fullmatch(r"auto|cpu|cuda(:\d+)?", name), "give auto, cpu, cuda or cuda:N")
+]
 Weights = Annotated[Any, Read(read_mapping("weights by name, e.g. reward.functions.ocr=1"))]
 Functions = Annotated[Any, Read(read_mapping("functions by name, e.g. {mine: {path: mine.py}}"))]
-
-
-def read_weight(field_name: str, weight: Any) -> float:
-    """``weight`` as a float; text that spells a number is one, as in YAML without a decimal point."""
-    try:
-        return convert(float, weight)
-    except ValueError:
-        raise ValueError(
-            f"{field_name}: got {plain(weight)!r}; a weight must be a finite number (0 turns the reward off)"
-        ) from None
+REFUSED_ARGUMENTS = {
+    "--api-key": "which would stand in config.yaml; the server listens on this machine alone",
+    "--host": "since the server must listen on 127.0.0.1, where the run asks it",
+    "--port": "since the run gives the server a free one, where it asks it",
+    "--served-model-name": "since the run asks for the model by reward.reward_model.model_path",
+}
+"""Arguments of ``vllm serve`` that cannot be among ``extra_args``, and why."""
 
 
 @documented_fields
@@ -92,6 +95,199 @@ class CustomRewardConfig(Section):
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
+class ScorerConfig(Section):
+    """The network of a reward: ``pickscore``, ``clipscore``, ``clip_cosine``, ``clip_similarity``, ``dino_similarity``
+    and ``siglip_similarity`` each have a section of this form."""
+
+    model_path: PathText | None = None
+    """Folder or hub name of the network in transformers' format. Null is the reward's published weights, which are
+    downloaded from the hub. ``asset:tiny_clip`` is the tiny CLIP of this package."""
+    processor_path: PathText | None = None
+    """Folder or hub name of the image processor and the tokenizer. Null is ``model_path``, or the published ones if
+    that is null too."""
+    device: Device = "auto"
+    """Device of the network: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for this process's GPU, or else the CPU."""
+    dtype: Annotated[str, one_of(DTYPES)] = "float32"
+    """Precision of the network. In bfloat16 cosines are rounded to steps that can be as large as the differences
+    between the images of a prompt."""
+    micro_batch_size: PositiveInt = 32
+    """Number of images, and of prompts, that go through the network together."""
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class HPSv2Config(ScorerConfig):
+    """The network of the reward ``hpsv2``. Its ``model_path`` may also be a checkpoint in OpenCLIP's format, or a
+    folder or hub repository that holds one."""
+
+    version: Annotated[str, one_of(("2.0", "2.1"))] = "2.1"
+    """Version of the published checkpoint to take from a folder or the hub: ``2.0`` or ``2.1``."""
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class AestheticConfig(ScorerConfig):
+    """The networks of the reward ``aesthetic``: a CLIP, and linear layers on its embedding of an image."""
+
+    head_path: PathText | None = None
+    """File of the linear layers, as torch saved them: ``sac+logos+ava1-l14-linearMSE.pth`` of the repository
+    ``christophschuhmann/improved-aesthetic-predictor``, which fits ``openai/clip-vit-large-patch14``."""
+
+
+@documented_fields
+@own_fields_first
+@dataclass(kw_only=True, slots=True)
+class RemoteConfig(HTTPOptions):
+    """One reward server. Its section's name is a name of your choice, which ``reward.functions`` gives a weight."""
+
+    url: str | None = None
+    """Address that batches of images are posted to, e.g. ``http://127.0.0.1:18080``."""
+    protocol: Annotated[str, one_of(PROTOCOLS)] = "json"
+    """Protocol of the server: ``json`` (``flowgrpo-rc serve-reward``), ``verl_omni`` (a service of verl-omni's
+    ``http_scorer_client``) or ``flow_grpo`` (its servers for GenEval, DeQA and UnifiedReward). The last two answer with
+    pickles, which are read as plain data: nothing that one names is loaded."""
+    batch_size: PositiveInt = 64
+    """Largest number of images in one request."""
+    max_concurrent: PositiveInt = 2
+    """Most requests that are under way at once. For a server that scores one at a time two are enough: the second is
+    sent and decoded meanwhile."""
+    timeout_s: PositiveFloat = 120.0
+    """Longest time in seconds of one try, with the time in the server's queue."""
+    deadline_s: PositiveFloat = 1800.0
+    """Longest time in seconds of all requests for a batch together, with every pause."""
+    image_format: Annotated[str, one_of(FORMATS)] | None = None
+    """File format of the images: ``png``, which keeps every pixel, or ``jpeg``, which is smaller. null is the format of
+    the protocol's own clients: ``png`` for ``json``, ``jpeg`` for the others."""
+    streams: bool = False
+    """Send images while the next ones are drawn, and with ``rollout.ahead`` while the actor learns, one micro-batch of
+    the rollout at a time (see ``reward.overlap``). The server must then score each image by itself, whichever others
+    come with it; false sends all images of a process together."""
+    columns: list[str] | None = None
+    """Names of the prompt file's columns that are sent beside the prompts; null for all, which the server's protocol
+    must be able to carry."""
+
+    def problems(self) -> Iterator[str]:
+        """An address or a key's name that cannot be used."""
+        if self.url is None:
+            yield "url: is not given; give the server's address, e.g. http://127.0.0.1:18080"
+        else:
+            yield from complaints(check_url, "url", self.url)
+        yield from HTTPOptions.problems(self)
+
+
+def remote_scorers(value: Any) -> dict[str, RemoteConfig]:
+    """The servers by name that the section ``reward.remote`` holds, as mappings or as ``RemoteConfig``.
+
+    Raises:
+        Problems: servers' sections cannot be used; messages begin with a server's name.
+        ValueError: ``value`` is no mapping.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"got {show(value)}; give servers by name, e.g. reward.remote.geneval.url=http://...")
+    servers: dict[str, RemoteConfig] = {}
+    found: list[str] = []
+    for name, entry in (value or {}).items():
+        try:
+            servers[str(name)] = convert(RemoteConfig, entry)
+        except Problems as error:
+            found += [f"{name}.{message}" for message in error.found]
+        except ValueError as error:
+            found.append(f"{name}: {error}")
+    if found:
+        raise Problems(found)
+    return servers
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class RewardModelRolloutConfig(Section):
+    """Options of ``vllm serve`` for the reward model; the names are verl-omni's."""
+
+    section = "reward.reward_model.rollout"
+
+    name: Annotated[str, one_of(("vllm",))] = "vllm"
+    """The program that serves; ``vllm`` is the one there is. It must be on the ``PATH``, or beside the Python that
+    trains."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """GPUs over which each layer is divided."""
+    data_parallel_size: PositiveInt = 1
+    """Copies of the model that answer side by side, each on as many GPUs as the other sizes say."""
+    dtype: Annotated[str, one_of(("auto", "bfloat16", "float16", "float32"))] = "auto"
+    """Precision of the weights: ``auto`` as the model's files say, ``bfloat16``, ``float16`` or ``float32``."""
+    gpu_memory_utilization: Annotated[
+        float, Check(lambda share: 0 < share <= 1, "give a share of the GPU's memory above 0 and at most 1")
+    ] = 0.5
+    """Share of each GPU's memory that the server takes, and keeps while the run trains."""
+    max_model_len: PositiveInt | None = None
+    """Longest question with its image and answer, in tokens; null for the model's own limit."""
+    max_num_seqs: PositiveInt | None = None
+    """Answers that are worked on at once; null for vllm's default."""
+    enforce_eager: bool = True
+    """Start the server without compiling the model. A compiled model starts later and answers faster."""
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class RewardModelConfig(Section):
+    """A reward model that the run serves itself, for the reward ``judge`` and for functions that ask a model."""
+
+    section = "reward.reward_model"
+
+    enable: bool = False
+    """Start a server with ``vllm serve``, and end it with the run. The reward ``judge`` uses it, and a function of the
+    user's own gets its address as ``reward_router_address`` (``host:port``) and the model's name as ``model_name``, if
+    it has such parameters."""
+    model_path: str | None = None
+    """The model: a name on the hub or a local folder, as ``vllm serve`` takes it."""
+    devices: (
+        Annotated[list[int], Check(lambda gpus: gpus and min(gpus) >= 0, "give numbers of GPUs from 0, e.g. [3],")]
+        | None
+    ) = None
+    """GPUs of the server, as indices into those that the run sees; null for all of them. Name such as the run does not
+    train on, or leave room beside the training with ``rollout.gpu_memory_utilization``."""
+    extra_args: list[str] = field(default_factory=list)
+    """Further arguments of ``vllm serve``, e.g. ``[--trust-remote-code]``. ``--host``, ``--port``,
+    ``--served-model-name`` and ``--api-key`` are refused, since the run sets the address and the model's name."""
+    start_timeout_s: PositiveFloat = 1800.0
+    """Longest time in seconds that the server may take to start, with the download of the model."""
+    rollout: RewardModelRolloutConfig = field(default_factory=RewardModelRolloutConfig)
+    """Options of ``vllm serve``."""
+
+    def problems(self) -> Iterator[str]:
+        """A server without a model, and arguments that the run gives itself."""
+        # A model path without enable is fine: scripts switch the server off with one key.
+        if self.enable and not (self.model_path and self.model_path.strip()):
+            yield (
+                "model_path: null, but reward.reward_model.enable=true; name the model, e.g. "
+                "reward.reward_model.model_path=Qwen/Qwen3-VL-8B-Instruct"
+            )
+        # vllm accepts underscores in place of hyphens.
+        given = {argument.partition("=")[0].replace("_", "-") for argument in self.extra_args}
+        for name, reason in REFUSED_ARGUMENTS.items():
+            if name in given:
+                yield f"extra_args: leave {name} out, {reason}"
+
+    def arguments(self, port: int) -> list[str]:
+        """The arguments of ``vllm``."""
+        rollout = self.rollout
+        given = {
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--served-model-name": self.model_path,
+            "--tensor-parallel-size": rollout.tensor_model_parallel_size,
+            "--data-parallel-size": rollout.data_parallel_size,
+            "--dtype": rollout.dtype,
+            "--gpu-memory-utilization": rollout.gpu_memory_utilization,
+            "--max-model-len": rollout.max_model_len,
+            "--max-num-seqs": rollout.max_num_seqs,
+        }
+        flags = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+        eager = ["--enforce-eager"] if rollout.enforce_eager else []
+        return ["serve", str(self.model_path), *flags, *eager, *self.extra_args]
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
 class RewardConfig(Section):
     """The rewards of a run: a weighted sum of built-in functions and of the user's own."""
 
@@ -112,7 +308,7 @@ class RewardConfig(Section):
     """Scorers that only look: they score the images of every validation, as ``val/reward/<name>``, and count nowhere.
     Name -> true for a built-in reward, or ``{path, name, ...}`` for a function of the user's own; false turns one off.
     A reward that climbs while a scorer that it is not trained on falls is being gamed."""
-    normalization: Annotated[str, one_of(NORMALIZATIONS)] | None = None
+    normalization: Annotated[str, one_of(("group",))] | None = None
     """How several rewards become one advantage. null: the weighted sum of the scores. ``group``: every reward is
     normalised within its prompt's group, less its mean and divided by its standard deviation there, before it is
     weighted; see ``normalised_sum``. The logged rewards are the scores in either case."""
@@ -160,12 +356,22 @@ class RewardConfig(Section):
         unknown = f"is not a known reward; known are {', '.join(known)}, and a function of your own"
         custom = None if self.custom_reward_function.path is None else self.custom_reward_function.name
         found: list[str] = []
+
+        def weigh(where: str, weight: Any) -> float:
+            # Text that spells a number is one, as in YAML without a decimal point.
+            try:
+                return convert(float, weight)
+            except ValueError:
+                got = plain(weight)
+                found.append(f"{where}: got {got!r}; a weight must be a finite number (0 turns the reward off)")
+                return 0.0
+
         # Every reward has a metric of its name, so that no two may share one.
         for name in self.remote:
             found += complaints(check_name, f"remote.{name}", name, [*REWARD_NAMES, custom])
         for name, weight in self.functions.items():
             if name in known:
-                found += complaints(read_weight, f"functions.{name}", weight)
+                self.functions[name] = weigh(f"functions.{name}", weight)
             else:
                 place = f"goes into reward.custom_reward_function, a server into reward.remote.{name}"
                 found.append(f"functions: {name!r} {unknown} {place}")
@@ -175,7 +381,7 @@ class RewardConfig(Section):
             where = f"reward_functions.{name}"
             found += complaints(check_name, where, name, taken)
             if isinstance(entry, Mapping):
-                found += complaints(read_weight, f"{where}.weight", entry.get("weight", 1.0))
+                self.reward_functions[name] = {**entry, "weight": weigh(f"{where}.weight", entry.get("weight", 1.0))}
                 found += complaints(of_entry, f"reward.{where}", entry, within=self.section)
             else:
                 found.append(f"{where}: got {show(entry)}; give its keys, {{path, name, weight}}")
@@ -183,11 +389,6 @@ class RewardConfig(Section):
         # The rules below add up weights.
         if found:
             return
-        self.functions = {name: read_weight(name, weight) for name, weight in self.functions.items()}
-        self.reward_functions = {
-            name: {**entry, "weight": read_weight(name, entry.get("weight", 1.0))}
-            for name, entry in self.reward_functions.items()
-        }
         weights = self.weights()
         if not weights:
             yield (

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.errors import AnswerError, brief_repr
+from flowgrpo_rc.rewards.answer import AnswerError, brief_repr
 from flowgrpo_rc.rewards.user_code import gather
 
 BATCH = ("images", "prompts", "metadata")
@@ -122,10 +122,19 @@ class PerImageReward(BatchReward):
         # Coroutines of all images are made first and then run together: each may wait for a server.
         calls = zip(pixels, columns, strict=True)
         answers = gather([self.function(**{IMAGE: image, **own, **self.kwargs}) for image, own in calls])
-        parts = [self._score_and_info(answer, index) for index, answer in enumerate(answers)]
+        infos = [dict(answer) if isinstance(answer, Mapping) else {"score": answer} for answer in answers]
+        for index, info in enumerate(infos):
+            if "score" not in info:
+                keys = ", ".join(map(brief_repr, info)) or "none"
+                raise AnswerError(
+                    f"reward function {self.text} returned for sample {index} a dict without the key 'score' (it "
+                    f"has {keys}); return a float, or a dict with 'score'"
+                )
+        scores = [info.pop("score") for info in infos]
         # Answers may have different keys, as where only wrong images get a remark.
-        keys = dict.fromkeys(key for _, info in parts for key in info)
-        return [score for score, _ in parts], {key: [info.get(key) for _, info in parts] for key in keys}
+        return scores, {
+            key: [info.get(key) for info in infos] for key in dict.fromkeys(key for i in infos for key in i)
+        }
 
     def check_prompts(self, prompts: Sequence[str], **known: Any) -> None:
         """Raise ``ValueError`` for the first row of ``metadata`` that lacks a column which the function needs."""
@@ -149,19 +158,6 @@ class PerImageReward(BatchReward):
         if "images" in row:
             found["extra_info"].setdefault("images", row["images"])
         return accepted(self.function, {name: value for name, value in found.items() if value is not None})
-
-    def _score_and_info(self, answer: Any, index: int) -> tuple[Any, dict[str, Any]]:
-        """Score and other entries of one image's answer."""
-        if not isinstance(answer, Mapping):
-            return answer, {}
-        info = dict(answer)
-        if "score" not in info:
-            keys = ", ".join(map(brief_repr, info)) or "none"
-            raise AnswerError(
-                f"reward function {self.text} returned for sample {index} a dict without the key 'score' (it "
-                f"has {keys}); return a float, or a dict with 'score'"
-            )
-        return info.pop("score"), info
 
 
 def adapt(

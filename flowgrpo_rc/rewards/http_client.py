@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.messages import one_line, printable
-from flowgrpo_rc.rewards.errors import AnswerError
+from flowgrpo_rc.rewards.answer import AnswerError
 from flowgrpo_rc.rewards.user_code import outside_loops
 from flowgrpo_rc.section import PositiveFloat, PositiveInt, Section, complaints
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.answer import PARTS, Scores, read_answer
+from flowgrpo_rc.rewards.answer import PARTS, AnswerError, RewardError, Scores, brief_repr, read_answer
 from flowgrpo_rc.rewards.call_queue import CallQueue
 from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rewards.custom import OwnFunction, load_reward
-from flowgrpo_rc.rewards.errors import AnswerError, RewardError, brief_repr
 from flowgrpo_rc.rewards.forms import adapt
 from flowgrpo_rc.rewards.registry import Places, Rows, check_name, load_builtin
 from flowgrpo_rc.rewards.remote.client import RemoteReward

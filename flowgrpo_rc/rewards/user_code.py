@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.rewards.errors import RewardError, shortened
+from flowgrpo_rc.rewards.answer import RewardError, shortened
 
 GRACE_S = 10.0
 """Seconds from the interrupt of a call to the end of the process, for calls that do not come back."""

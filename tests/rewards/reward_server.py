@@ -7,8 +7,7 @@ import threading
 import numpy as np
 from reward_files import build
 
-from flowgrpo_rc.rewards.remote.images import encode
-from flowgrpo_rc.rewards.remote.protocols import SERVED, Request
+from flowgrpo_rc.rewards.remote.protocols import SERVED, Request, encode
 from flowgrpo_rc.rewards.remote.server import RewardServer
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 8, 6, 3), dtype=np.uint8)

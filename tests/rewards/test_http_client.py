@@ -15,7 +15,7 @@ import pytest
 from stub_server import Call, Reply, StubServer
 
 from flowgrpo_rc.rewards import http_client as module
-from flowgrpo_rc.rewards.errors import RewardError
+from flowgrpo_rc.rewards.answer import RewardError
 from flowgrpo_rc.rewards.http_client import HTTPOptions, Request, ServerError, check_url, parse_json, send_all
 
 SECRET = "sk-verySecret0123456789"

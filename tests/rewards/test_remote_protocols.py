@@ -12,10 +12,17 @@ import pytest
 from PIL import Image
 from reward_server import IMAGES, METADATA, PROMPTS
 
-from flowgrpo_rc.rewards.remote import images
-from flowgrpo_rc.rewards.remote.protocols import PROTOCOLS, SERVED, ProtocolError, Request, ServerRefusal
+from flowgrpo_rc.rewards.remote.protocols import (
+    PROTOCOLS,
+    SERVED,
+    ProtocolError,
+    Request,
+    ServerRefusal,
+    decode,
+    encode,
+)
 
-FILES = [images.encode(image, "png") for image in IMAGES]
+FILES = [encode(image, "png") for image in IMAGES]
 REQUEST = Request(files=FILES, prompts=PROMPTS, metadata=METADATA)
 
 
@@ -103,11 +110,11 @@ def test_metadata_that_json_cannot_hold_is_refused():
 
 
 def test_images_come_back_to_the_pixel_as_png_and_nearly_as_jpeg():
-    np.testing.assert_array_equal(images.decode(FILES), IMAGES)
+    np.testing.assert_array_equal(decode(FILES), IMAGES)
     smooth = np.tile(np.linspace(0, 255, 32).astype(np.uint8)[:, None, None], (1, 24, 3))
-    jpeg = images.encode(smooth, "jpeg")
-    assert images.decode([jpeg]).shape == (1, 32, 24, 3)
-    assert np.abs(images.decode([jpeg])[0].astype(int) - smooth).max() < 16
+    jpeg = encode(smooth, "jpeg")
+    assert decode([jpeg]).shape == (1, 32, 24, 3)
+    assert np.abs(decode([jpeg])[0].astype(int) - smooth).max() < 16
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P"])
@@ -115,7 +122,7 @@ def test_images_of_other_kinds_are_read_as_rgb(mode):
     buffer = io.BytesIO()
     Image.fromarray(IMAGES[0]).convert(mode).save(buffer, "PNG")
     expected = np.asarray(Image.fromarray(IMAGES[0]).convert(mode).convert("RGB"))
-    np.testing.assert_array_equal(images.decode([buffer.getvalue()])[0], expected)
+    np.testing.assert_array_equal(decode([buffer.getvalue()])[0], expected)
 
 
 def png_of(width, height):
@@ -134,7 +141,7 @@ def png_of(width, height):
         ([], "there are no images"),
         ([b"hello"], "image 0 is no PNG or JPEG"),
         ([FILES[0], FILES[0][:40]], "image 1 is (damaged|no PNG)"),
-        ([FILES[0], images.encode(IMAGES[0][:4], "png")], "differ in size .6 x 4, 6 x 8."),
+        ([FILES[0], encode(IMAGES[0][:4], "png")], "differ in size .6 x 4, 6 x 8."),
         ([b"GIF89a" + b"\0" * 20], "image 0 is no PNG or JPEG"),
         ([png_of(9_000, 9_000)] * 4, "4 images of 9000 x 9000 pixels are more than"),
         ([png_of(60_000, 60_000)], "image 0 is no PNG or JPEG file .*DecompressionBomb"),
@@ -142,4 +149,4 @@ def png_of(width, height):
 )
 def test_images_that_cannot_be_read_are_refused_in_words(files, message):
     with pytest.raises(ValueError, match=message):
-        images.decode(files)
+        decode(files)

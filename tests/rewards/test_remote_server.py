@@ -23,8 +23,7 @@ from flowgrpo_rc import __version__
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rewards import RewardConfig, ScorerConfig, build_reward
 from flowgrpo_rc.rewards.remote import server as module
-from flowgrpo_rc.rewards.remote.images import decode, encode
-from flowgrpo_rc.rewards.remote.protocols import SERVED, Request
+from flowgrpo_rc.rewards.remote.protocols import SERVED, Request, decode, encode
 
 BRIGHTNESS = function("return images.mean(axis=(1, 2, 3)) / 255, {'tag': [row.get('tag') for row in metadata]}")
 
@@ -120,7 +119,7 @@ def test_a_picture_of_13000_pixels_is_refused_by_its_header(tmp_path, monkeypatc
     file = io.BytesIO()
     Image.new("1", (13_000, 13_000)).save(file, "PNG")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # Pillow's own limit only warns
-    monkeypatch.setattr("flowgrpo_rc.rewards.remote.images._pixels", lambda *_: pytest.fail("it was decoded"))
+    monkeypatch.setattr("flowgrpo_rc.rewards.remote.protocols._pixels", lambda *_: pytest.fail("it was decoded"))
     body = SERVED["json"].write_request(Request(files=[file.getvalue()], prompts=["a"], metadata=[{}]))
     with serving(write(tmp_path, BRIGHTNESS)) as server:
         status, answer = post(server, body)

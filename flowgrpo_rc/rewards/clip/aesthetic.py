@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.rewards.clip.config import AestheticConfig
 from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Scorer, explained
+from flowgrpo_rc.rewards.config import AestheticConfig
 
 HEAD = "sac+logos+ava1-l14-linearMSE.pth"
 REPOSITORY = "https://github.com/christophschuhmann/improved-aesthetic-predictor"

@@ -18,7 +18,7 @@ from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.paths import ASSET_PREFIX, resolve_asset
 from flowgrpo_rc.quiet import quiet_loading
-from flowgrpo_rc.rewards.clip.config import ScorerConfig
+from flowgrpo_rc.rewards.config import ScorerConfig
 
 Pixels = Callable[[Sequence[np.ndarray]], Tensor]
 """Images, each (H, W, 3) uint8 RGB, as a network takes them: (N, 3, height, width) float32."""

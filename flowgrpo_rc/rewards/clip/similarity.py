@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from flowgrpo_rc.prompt import ReferenceImage
+from flowgrpo_rc.rewards.answer import brief_repr
 from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Scorer
-from flowgrpo_rc.rewards.errors import brief_repr
 from flowgrpo_rc.rewards.registry import Rows
 
 COLUMN = "images"

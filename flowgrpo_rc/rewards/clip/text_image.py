@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.rewards.clip.config import HPSv2Config
 from flowgrpo_rc.rewards.clip.hpsv2 import find_checkpoint, load_checkpoint, padded_pixels
 from flowgrpo_rc.rewards.clip.scorer import CLIP_L, FOLDER, Pixels, Scorer, explained, located, unit
+from flowgrpo_rc.rewards.config import HPSv2Config
 
 CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 """The CLIP that PickScore and HPSv2 were fine-tuned from; they read prompts with its tokenizer."""

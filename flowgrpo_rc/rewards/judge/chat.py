@@ -13,7 +13,7 @@ from flowgrpo_rc.messages import printable
 from flowgrpo_rc.rewards.http_client import parse_json
 from flowgrpo_rc.rewards.judge.config import JudgeConfig, JudgeQuestion
 from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer
-from flowgrpo_rc.rewards.remote import images
+from flowgrpo_rc.rewards.remote import protocols
 
 
 def encode(image: np.ndarray, config: JudgeConfig) -> bytes:
@@ -23,7 +23,7 @@ def encode(image: np.ndarray, config: JudgeConfig) -> bytes:
         factor = config.image_size / max(picture.size)
         width, height = (max(1, round(side * factor)) for side in picture.size)
         image = np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
-    return images.encode(image, config.image_format, quality=95)
+    return protocols.encode(image, config.image_format, quality=95)
 
 
 def body(

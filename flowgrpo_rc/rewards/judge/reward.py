@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowgrpo_rc.prompt import ReferenceImage
-from flowgrpo_rc.rewards.answer import CAPTIONS, PARTS
-from flowgrpo_rc.rewards.errors import brief_repr
+from flowgrpo_rc.rewards.answer import CAPTIONS, PARTS, brief_repr
 from flowgrpo_rc.rewards.http_client import Request, ServerError, send_all
 from flowgrpo_rc.rewards.judge import chat
 from flowgrpo_rc.rewards.judge.config import SECTION, JudgeConfig, JudgeQuestion
@@ -36,13 +35,6 @@ class _Query(NamedTuple):
     """References, and the image last."""
     where: str
     """Sample, prompt and question, for messages."""
-
-
-class _Verdict(NamedTuple):
-    """The answer to a query."""
-
-    score: float
-    text: str
 
 
 class JudgeReward:
@@ -74,7 +66,7 @@ class JudgeReward:
                 f"{SECTION}.questions=[yes_no]"
             )
         self._url = self.config.base_url.rstrip("/")
-        self._cache: dict[Hashable, _Verdict] = {}
+        self._cache: dict[Hashable, tuple[float, str]] = {}
         tries = min(_CHECK_TRIES, self.config.tries)
         try:
             self.config.model = self._served_model(tries)
@@ -101,13 +93,13 @@ class JudgeReward:
         """
         verdicts = self._judge(self._queries(images, prompts, metadata), self.config.tries)
         questions: list[JudgeQuestion] = self.config.questions
-        table = np.asarray([verdict.score for verdict in verdicts], np.float64).reshape(len(images), len(questions))
+        table = np.asarray([score for score, _ in verdicts], np.float64).reshape(len(images), len(questions))
         info: dict[str, list[Any]] = {}
         for column, question in enumerate(questions):
             if len(questions) > 1:
                 info[f"{PARTS}{question.name}"] = table[:, column].tolist()
             if question.parser == "ocr":
-                info.setdefault(CAPTIONS, [verdict.text for verdict in verdicts[column :: len(questions)]])
+                info.setdefault(CAPTIONS, [text for _, text in verdicts[column :: len(questions)]])
         return weighted_mean(table, [question.weight for question in questions], self.config.mean), info
 
     def check_prompts(
@@ -152,6 +144,7 @@ class JudgeReward:
     ) -> list[_Query]:
         """Every question about every image, those about one image side by side."""
         rows = [{} for _ in prompts] if metadata is None else metadata
+        # Images of a prompt share references.
         encoded: dict[Any, bytes] = {}
         queries = []
         # Resizing and packing run in C, mostly without the interpreter's lock.
@@ -161,20 +154,18 @@ class JudgeReward:
             where = f"{sample} {index}, prompt {brief_repr(prompt)}"
             for question in self.config.questions:
                 words, target = question.fill(prompt, row, where)
-                shown = [self._reference_file(one, encoded) for one in _references(question, row, where)]
+                shown = []
+                for reference in _references(question, row, where):
+                    # Arrays have no hash; the rows keep them alive, so that no id is used twice.
+                    key = reference if isinstance(reference, ReferenceImage) else id(reference)
+                    if key not in encoded:
+                        encoded[key] = chat.encode(np.asarray(reference), self.config)
+                    shown.append(encoded[key])
                 queries.append(_Query(question, words, target, (*shown, file), f"{where}, question {question.name!r}"))
         return queries
 
-    def _reference_file(self, reference: Any, encoded: dict[Any, bytes]) -> bytes:
-        """The file of a reference image. ``encoded`` keeps those of a batch: images of a prompt share references."""
-        # Arrays have no hash; the rows keep them alive, so that no id is used twice.
-        key = reference if isinstance(reference, ReferenceImage) else id(reference)
-        if key not in encoded:
-            encoded[key] = chat.encode(np.asarray(reference), self.config)
-        return encoded[key]
-
-    def _judge(self, queries: Sequence[_Query], tries: int) -> list[_Verdict]:
-        """The verdicts, in order. An answer that cannot be read is followed by a second request."""
+    def _judge(self, queries: Sequence[_Query], tries: int) -> list[tuple[float, str]]:
+        """Scores and words, in order. An answer that cannot be read is followed by a second request."""
         began_at = time.monotonic()
         # By place without the cache: equal images are judged each for itself, since answers vary.
         keys: list[Hashable] = [self._key(one) for one in queries] if self.config.cache else list(range(len(queries)))
@@ -183,15 +174,20 @@ class JudgeReward:
         pending = {key: query for key, query in zip(keys, queries, strict=True) if key not in known}
         unreadable: dict[Hashable, str] = {}
         for is_last in (False, True):
-            answers = self._send(pending, unreadable, tries, began_at)
+            requests = [
+                Request(
+                    f"{self._url}/chat/completions", partial(self._body, query, unreadable.get(key)), name=query.where
+                )
+                for key, query in pending.items()
+            ]
+            answers = send_all(requests, self.config, SECTION, chat.read_answer, tries=tries, began_at=began_at)
             unreadable = {}
-            for key, answer in answers.items():
+            for (key, query), answer in zip(pending.items(), answers, strict=True):
                 try:
-                    known[key] = _read(pending[key], answer)
+                    known[key] = _read(query, answer), answer.text
                 except UnreadableAnswer as error:
                     unreadable[key] = answer.text
                     if is_last:
-                        query = pending[key]
                         raise ServerError(
                             f"{self.config.model} at {self._url} gave no answer that the parser "
                             f"{query.question.parser!r} can read, asked twice, for {query.where}: {error}; it said "
@@ -202,28 +198,13 @@ class JudgeReward:
             self._cache = known
         return [known[key] for key in keys]
 
-    def _send(
-        self, queries: Mapping[Hashable, _Query], unreadable: Mapping[Hashable, str], tries: int, began_at: float
-    ) -> dict[Hashable, Answer]:
-        """The judge's answers by key; ``unreadable`` holds its earlier ones."""
-        requests = [
-            Request(
-                f"{self._url}/chat/completions",
-                partial(chat.body, query.words, query.files, query.question, self.config, unreadable.get(key)),
-                name=query.where,
-            )
-            for key, query in queries.items()
-        ]
-        answers = send_all(requests, self.config, SECTION, chat.read_answer, tries=tries, began_at=began_at)
-        return dict(zip(queries, answers, strict=True))
+    def _body(self, query: _Query, unreadable: str | None = None) -> bytes:
+        return chat.body(query.words, query.files, query.question, self.config, unreadable)
 
     def _key(self, query: _Query) -> bytes:
         """Digest of everything that a score depends on."""
-        digest = hashlib.blake2b(digest_size=32)
-        digest.update(chat.body(query.words, query.files, query.question, self.config, None))
         # The request does not hold what the parser reads.
-        digest.update(repr((query.question, query.target)).encode())
-        return digest.digest()
+        return hashlib.sha256(self._body(query) + repr((query.question, query.target)).encode()).digest()
 
 
 def weighted_mean(table: np.ndarray, weights: Sequence[float], mean: str) -> np.ndarray:
@@ -253,7 +234,7 @@ def _references(question: JudgeQuestion, row: Mapping[str, Any], where: str) -> 
     return found
 
 
-def _read(query: _Query, answer: Answer) -> _Verdict:
+def _read(query: _Query, answer: Answer) -> float:
     parser = query.question.parser
     if parser == "yes_no" and answer.first_tokens is None:
         raise ServerError(
@@ -263,4 +244,4 @@ def _read(query: _Query, answer: Answer) -> _Verdict:
     # A request of yes_no limits the answer to one token, so that every answer to it is cut off.
     if not answer.complete and parser != "yes_no":
         raise UnreadableAnswer("it was refused, or cut off at its length limit (max_tokens) or within its thoughts")
-    return _Verdict(PARSERS[parser].read(answer, query.question.scale, query.target), answer.text)
+    return PARSERS[parser].read(answer, query.question.scale, query.target)

@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.rewards.answer import joined, read_answer
-from flowgrpo_rc.rewards.errors import AnswerError
+from flowgrpo_rc.rewards.answer import AnswerError, joined, read_answer
+from flowgrpo_rc.rewards.config import RemoteConfig
 from flowgrpo_rc.rewards.http_client import Request as HTTPRequest
 from flowgrpo_rc.rewards.http_client import ServerError, send_all
 from flowgrpo_rc.rewards.registry import Places, Rows
 from flowgrpo_rc.rewards.remote import protocols
-from flowgrpo_rc.rewards.remote.config import SECTION, RemoteConfig
-from flowgrpo_rc.rewards.remote.images import encode
 
 
 class RemoteReward:
@@ -39,7 +37,7 @@ class RemoteReward:
         self._url = str(config.url)
         self._protocol = protocols.PROTOCOLS[config.protocol]
         self._format = config.image_format or self._protocol.image_format
-        self._section = f"{SECTION}.{name}"
+        self._section = f"reward.remote.{name}"
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]] | None = None
@@ -133,5 +131,5 @@ class RemoteReward:
                     ) from error
 
     def _body(self, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> bytes:
-        files = [encode(image, self._format) for image in images]
+        files = [protocols.encode(image, self._format) for image in images]
         return self._protocol.write_request(protocols.Request(files=files, prompts=prompts, metadata=rows))

@@ -22,8 +22,7 @@ import numpy as np
 from flowgrpo_rc import __version__
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.rewards.mix import RewardMix
-from flowgrpo_rc.rewards.remote.images import decode
-from flowgrpo_rc.rewards.remote.protocols import Answer, JsonProtocol, Request
+from flowgrpo_rc.rewards.remote.protocols import Answer, JsonProtocol, Request, decode
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
@@ -77,7 +76,7 @@ class RewardServer:
         self.images = 0
         self._reward = reward
         self._waiting = 0
-        self._jobs: queue.SimpleQueue[tuple[Future[Answer], np.ndarray, Request]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Answer], np.ndarray, Request] | None] = queue.SimpleQueue()
         self._decoded = asyncio.Semaphore(MOST_DECODED)
         # First, so that a missing package shows before the port is taken.
         self._http = self._server()
@@ -91,23 +90,19 @@ class RewardServer:
         listener = threading.Thread(target=self._http.run, args=([self._socket],), name="reward server", daemon=True)
         listener.start()
         try:
-            while not self.stopping:
-                try:
-                    # With a timeout: a wait without one would not notice ``stop``.
-                    job = self._jobs.get(timeout=0.1)
-                except queue.Empty:
-                    continue
+            while (job := self._jobs.get()) is not None:
                 self._score(*job)
         finally:
             self.stopping = True
             while not self._jobs.empty():
-                self._jobs.get()[0].set_exception(_Refused(503, _ENDING))
+                if (job := self._jobs.get()) is not None:
+                    job[0].set_exception(_Refused(503, _ENDING))
             self._http.should_exit = True
             listener.join(2 * FAREWELL_S)
 
     def stop(self) -> None:
         """Have ``serve`` return, from another thread."""
-        self.stopping = True
+        self._jobs.put(None)
 
     def health(self) -> dict[str, Any]:
         """The answer to ``GET /health``."""
@@ -122,14 +117,14 @@ class RewardServer:
             result = self._reward(images, request.prompts, request.metadata)
         except Exception as error:
             answer.set_exception(_Refused(500, one_line(error)))
+            return
         except BaseException:
             # Ctrl-C, or a deadline that cannot be handled: the client learns of the end before the process goes.
             answer.set_exception(_Refused(503, _ENDING))
             raise
-        else:
-            self.requests += 1
-            self.images += len(images)
-            answer.set_result((result.parts[self.name], result.info[self.name]))
+        self.requests += 1
+        self.images += len(images)
+        answer.set_result((result.parts[self.name], result.info[self.name]))
 
     def _server(self) -> Any:
         try:
@@ -165,8 +160,7 @@ class RewardServer:
             client = "" if request.client is None else request.client.host
             text = f"{client} {status} {time.monotonic() - start:.2f} s {outcome}"
             print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-            headers = {"Retry-After": "5"} if status == 503 else None
-            return Response(body, status, headers, self.protocol.content_type)
+            return Response(body, status, {"Retry-After": "5"} if status == 503 else None, self.protocol.content_type)
 
         posted = Route("/{path:path}", score, methods=["POST"])
         app = Starlette(routes=[Route("/health", health), posted, Route("/{path:path}", other)])

@@ -1,7 +1,5 @@
 """Start a server for the reward model, once for all processes of a run on a machine, and end it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -11,17 +9,14 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flowgrpo_rc.messages import printable
 from flowgrpo_rc.processes import ChildProcess, without_process_group
+from flowgrpo_rc.rewards.config import RewardConfig, RewardModelConfig
 from flowgrpo_rc.rewards.http_client import HTTPOptions, Request, ServerError, send_all
 from flowgrpo_rc.rewards.registry import REWARDS
-from flowgrpo_rc.rewards.reward_model.config import SECTION, RewardModelConfig
 
-if TYPE_CHECKING:
-    from flowgrpo_rc.rewards.config import RewardConfig
-
+SECTION = "reward.reward_model"
 POLL_S = 0.5
 """Seconds between two requests that find out if the server answers."""
 PROGRESS_S = 60.0
@@ -103,7 +98,10 @@ class RewardModelServer:
         self._finalizer = weakref.finalize(self, _end, self._process, os.getpid(), self.model)
         address = f"127.0.0.1:{port}"
         if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) != "1":
-            write_address(address)
+            # For the other processes of the run. Never through a link that another user may have put there.
+            _address_file().unlink(missing_ok=True)
+            with _address_file().open("x") as stream:
+                stream.write(f"{address} {os.getpid()}")
         return address
 
     def _failure(self, reason: str) -> ValueError:
@@ -195,16 +193,6 @@ def _end(process: ChildProcess, owner: int, model: str) -> None:
     _address_file().unlink(missing_ok=True)
 
 
-def write_address(address: str) -> None:
-    """Write the address, and this process's id, for the other processes of the run on this machine."""
-    file = _address_file()
-    descriptor, name = tempfile.mkstemp(dir=file.parent)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(f"{address} {os.getpid()}")
-    # Renamed, so that nobody reads half of it.
-    os.replace(name, file)
-
-
 def wait_for_address(timeout_s: float) -> str:
     """The address that the first process has written. One that a killed process left behind does not count.
 
@@ -214,6 +202,7 @@ def wait_for_address(timeout_s: float) -> str:
     file = _address_file()
     ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:
+        # A ValueError: half of it is written.
         with suppress(OSError, ValueError):
             # Every user may write into the folder, and images go to this address.
             if file.stat().st_uid == os.getuid():
