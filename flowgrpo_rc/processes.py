@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing import Pipe
@@ -27,7 +27,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.messages import one_line, printable
 
 HEARTBEAT_S = 0.5
 """Seconds between two signs of life of a ``RemoteObject``."""
@@ -137,19 +137,14 @@ class ChildProcess:
             self._reader.join(5.0)
         return self._output.decode(errors="replace")
 
-    def save_output(self, prefix: str, explain: Callable[[str], str] = str) -> str:
-        """Write ``output`` to a temporary file, for a message: ``log: FILE, which ends: LINE``.
-
-        Args:
-            prefix: of the file's name.
-            explain: adds to the last line what is known about it.
-        """
+    def save_output(self, prefix: str) -> str:
+        """Write ``output`` to a temporary file, for a message: ``log: FILE, which ends: LINE``."""
         text = self.output().strip()
         with tempfile.NamedTemporaryFile("w", prefix=prefix, suffix=".log", delete=False) as log:
             log.write(text)
         if not text:
             return f"log: {log.name}, which is empty"
-        return f"log: {log.name}, which ends: {explain(text.splitlines()[-1].strip()[:600])}"
+        return f"log: {log.name}, which ends: {printable(text.splitlines()[-1].strip()[:600])}"
 
     def _read_output(self) -> None:
         assert self._process.stdout is not None

@@ -155,9 +155,9 @@ def test_a_start_that_fails(make_remote, at_start, limit_s, kind, says):
     assert not alive(remote.pid)
     if at_start == "fail":
         assert remote.output().startswith("loading\n")
-        said = remote.save_output("child_", lambda line: f"<{line}>")
+        said = remote.save_output("child_")
         name = Path(said.removeprefix("log: ").partition(",")[0])
-        assert said == f"log: {name}, which ends: <model>"
+        assert said == f"log: {name}, which ends: model"
         assert "ValueError: there is no such\nmodel" in name.read_text()
         name.unlink()
 

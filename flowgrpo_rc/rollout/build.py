@@ -12,8 +12,10 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.rollout.base import RolloutEngine
 from flowgrpo_rc.rollout.config import ALONE, RolloutConfig, Share
-from flowgrpo_rc.rollout.engines import ELSEWHERE, ENGINES
+from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.rollout.pool import RolloutPool
+from flowgrpo_rc.rollout.process import check_process, process_handles
+from flowgrpo_rc.rollout.ray.handle import check_cluster, ray_handles
 
 
 def build_engine(
@@ -36,8 +38,9 @@ def build_engine(
     if not config.is_elsewhere:
         return resolve_name(ENGINES[config.name].engine).from_config(config, model, lora, device)
     digest_of = digest_rule(config, lora)
+    handles = ray_handles if config.placement == "ray" else process_handles
     return RolloutPool(
-        resolve_name(ELSEWHERE[config.placement].handles)(config, lora, device, share, model),
+        handles(config, lora, device, share, model),
         digest_of=digest_of,
         dtype=torch_dtype(config.dtype),
         micro_batch_size=config.micro_batch_size,
@@ -89,7 +92,8 @@ def check_placement(config: RolloutConfig, share: Share = ALONE) -> None:
     if config.is_elsewhere:
         # Both checks come before the model is loaded, which may take minutes.
         _rule_of(config)
-        resolve_name(ELSEWHERE[config.placement].check)(config, share)
+        check = check_cluster if config.placement == "ray" else check_process
+        check(config, share)
 
 
 def check_engine(name: str) -> None:

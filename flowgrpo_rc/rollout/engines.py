@@ -1,4 +1,4 @@
-"""Tables of the rollout engines and of the places where they run; importing this loads no torch.
+"""The table of the rollout engines; importing this loads no torch.
 
 To add an engine, write a class that follows ``rollout.base.RolloutEngine``, with the class method
 ``from_config(config, model, lora, device)``, and add its row to ``ENGINES``.
@@ -51,24 +51,4 @@ ENGINES: dict[str, EngineEntry] = {
         digest_rule="flowgrpo_rc.rollout.vllm_omni.adapter:digest_rule",
         handle="flowgrpo_rc.rollout.vllm_omni.engine:VllmOmniHandle",
     ),
-}
-
-
-@dataclass(frozen=True)
-class PlacementEntry:
-    """A place for engines outside of the trainer's process."""
-
-    handles: str
-    """``module:function`` from the sections ``rollout`` and ``model``, the trainer's device, its ``Share`` of the
-    machine and its model to a ``RolloutHandle`` for each engine."""
-    check: str
-    """``module:function`` of the section ``rollout`` and the ``Share``. It raises ``ImportError`` or ``ValueError`` if
-    there can be no such handles, before anything expensive is loaded."""
-
-
-ELSEWHERE: dict[str, PlacementEntry] = {
-    "process": PlacementEntry(
-        "flowgrpo_rc.rollout.process:process_handles", "flowgrpo_rc.rollout.process:check_process"
-    ),
-    "ray": PlacementEntry("flowgrpo_rc.rollout.ray.handle:ray_handles", "flowgrpo_rc.rollout.ray.handle:check_cluster"),
 }

@@ -73,11 +73,9 @@ class EngineHandle:
             EngineLostError: the engine died or did not answer; it is gone until ``start``.
             AdapterMismatchError, RolloutError: the method raised.
         """
-        limit_s = self._timeouts.request_timeout_s
-        doing = "sampling"
-        if method == "sync":
-            limit_s = self._timeouts.sync_timeout_s
-            doing = "taking an adapter"
+        syncs = method == "sync"
+        limit_s = self._timeouts.sync_timeout_s if syncs else self._timeouts.request_timeout_s
+        doing = "taking an adapter" if syncs else "sampling"
         with self._in_use:
             if self._engine is None:
                 raise EngineLostError("it has not been started")

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -121,11 +122,7 @@ class PendingRollout:
     """A request that engines are drawing."""
 
     def __init__(
-        self,
-        pool: "RolloutPool",
-        request: RolloutRequest,
-        rows: Sequence[Tensor],
-        on_arrival: OnImages | None = None,
+        self, pool: "RolloutPool", request: RolloutRequest, rows: Sequence[Tensor], on_arrival: OnImages | None
     ) -> None:
         self._pool = pool
         self._request = request
@@ -209,8 +206,7 @@ class RolloutPool:
         self._notices: list[str] = []
         self._closed = False
         self._members = [_Member(handle) for handle in handles]
-        # Threads suffice: they wait for other processes and compute nothing. As daemons they never keep a trainer
-        # alive.
+        # Threads suffice: they wait for other processes. As daemons they never keep a trainer alive.
         self._threads = [
             threading.Thread(target=self._serve, args=(member,), name=f"rollout {member.handle.name}", daemon=True)
             for member in self._members
@@ -295,10 +291,9 @@ class RolloutPool:
             self._chunks.clear()
             self._changed.notify_all()
         # Side by side, because each handle may wait for its process for seconds.
-        closing = [threading.Thread(target=member.handle.close, daemon=True) for member in self._members]
-        for thread in closing:
-            thread.start()
-        for thread in (*closing, *self._threads):
+        with ThreadPoolExecutor(len(self._members)) as threads:
+            list(threads.map(lambda member: member.handle.close(), self._members))
+        for thread in self._threads:
             thread.join()
 
     def take_account(self) -> list[EngineWork]:
@@ -320,8 +315,7 @@ class RolloutPool:
         with self._changed:
             while True:
                 self._warn()
-                found = find()
-                if found is not None:
+                if (found := find()) is not None:
                     return found
                 self._raise_failure()
                 self._changed.wait()
@@ -330,10 +324,7 @@ class RolloutPool:
 
     def _serve(self, member: _Member) -> None:
         """Start the engine and use it until the pool is closed or the engine is given up."""
-        while True:
-            task = self._next_task(member)
-            if task is None:
-                return
+        while (task := self._next_task(member)) is not None:
             try:
                 task()
             except EngineLostError as error:
@@ -442,8 +433,7 @@ class RolloutPool:
             self._notices.append(f"rollout engine {member.handle.name} {fate}: {one_line(error)}")
             self._changed.notify_all()
         if member.given_up:
-            # The engine is lost already, and its remains must not hide why.
-            with suppress(Exception):
+            with suppress(Exception):  # the engine is lost already, and its remains must not hide why
                 member.handle.close()
         if all(m.given_up for m in self._members):
             reasons = "; ".join(f"{m.handle.name}: {m.given_up}" for m in self._members)

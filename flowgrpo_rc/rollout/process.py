@@ -46,8 +46,7 @@ class EngineProcess(EngineHandle):
         self._subject = subject
 
     def _make(self) -> RemoteObject:
-        silence_s = self._timeouts.silence_timeout_s
-        return RemoteObject(*self._target, environment=self._environment, silence_s=silence_s)
+        return RemoteObject(*self._target, environment=self._environment, silence_s=self._timeouts.silence_timeout_s)
 
     def _loss(self, error: str) -> str:
         if self._closed:
@@ -91,7 +90,14 @@ class ProcessHandle(EngineProcess):
 def process_handles(
     rollout: RolloutConfig, lora: ModelConfig, device: Any, share: Share, model: DiffusionModel
 ) -> list[RolloutHandle]:
-    """As ``PlacementEntry.handles``: this trainer process's engines on this machine, none of them started.
+    """This trainer process's engines on this machine, none of them started.
+
+    Args:
+        rollout: the section ``actor_rollout_ref.rollout``.
+        lora: the section ``actor_rollout_ref.model``.
+        device: the trainer's.
+        share: of the machine's engines that this process has.
+        model: the trainer's.
 
     Raises:
         ImportError, ValueError: as ``check_process``, ``ProcessHandle`` and the engine's own handle.
@@ -107,16 +113,12 @@ def process_handles(
 
 
 def check_process(rollout: RolloutConfig, share: Share) -> None:
-    """As ``PlacementEntry.check``: this process sees its devices, and there is one for each trainer process."""
+    """Raise ``ValueError`` unless this process sees its devices, and there is one for each trainer process."""
     check_devices(*(device for group in _own_groups(rollout, share) for device in group))
 
 
 def engine_environment(*devices: str) -> dict[str, str]:
-    """The trainer's environment without its process group, and with these GPUs alone, numbered from 0.
-
-    Raises:
-        ValueError: ``CUDA_VISIBLE_DEVICES`` lists no such GPU.
-    """
+    """The trainer's environment without its process group, and with these GPUs alone, numbered from 0."""
     own = without_process_group(os.environ)
     # vllm would report each start to its authors, and fill the output with progress.
     environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"} | own
@@ -126,23 +128,19 @@ def engine_environment(*devices: str) -> dict[str, str]:
         environment.setdefault("VLLM_TARGET_DEVICE", "cpu")
     gpus = [torch.device(device).index or 0 for device in devices if torch.device(device).type == "cuda"]
     if gpus:
-        # The variable may hold numbers or names of GPUs, so that indices are looked up in it.
-        shown = own.get("CUDA_VISIBLE_DEVICES")
-        visible = shown.split(",") if shown else [str(gpu) for gpu in range(max(gpus) + 1)]
-        if max(gpus) >= len(visible):
-            raise ValueError(
-                f"{_FIELD}: got cuda:{max(gpus)}, but CUDA_VISIBLE_DEVICES={shown} shows {len(visible)} GPUs"
-            )
+        visible = visible_gpus()
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in gpus)
     return environment
 
 
-def check_devices(*devices: str) -> None:
-    """Refuse GPUs that this process does not see.
+def visible_gpus() -> list[str]:
+    """The GPUs that this process sees, as ``CUDA_VISIBLE_DEVICES`` names them: by number or by UUID."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return shown.split(",") if shown else [str(index) for index in range(torch.cuda.device_count())]
 
-    Raises:
-        ValueError: names the device.
-    """
+
+def check_devices(*devices: str) -> None:
+    """Raise ``ValueError`` for GPUs that this process does not see."""
     seen = torch.cuda.device_count()
     for device in devices:
         if torch.device(device).type == "cuda" and (torch.device(device).index or 0) >= seen:

@@ -10,7 +10,7 @@ from flowgrpo_rc.batch import Key
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel, compute_dtype
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
-from flowgrpo_rc.sde import Transition, draw, log_prob, transition
+from flowgrpo_rc.sde import draw, log_prob, transition
 from flowgrpo_rc.transfers import onto, to_host
 
 SCALARS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.ROLLOUT_LOG_PROBS)
@@ -67,15 +67,14 @@ class RequestSampler:
         starts = torch.zeros(len(rows), dtype=torch.long)
         if request.window_starts is not None:
             starts = request.window_starts[rows]
-        stochastic = _in_window(starts, self._window_size, steps)
-        self._noise_levels.append(torch.where(stochastic, request.noise_level, 0.0))
+        record = WindowRecord(starts, self._window_size, steps, self._device)
+        self._noise_levels.append(torch.where(record.stochastic, request.noise_level, 0.0))
         noise_levels = onto(self._noise_levels[-1], self._device)
         noise = onto(self._noise(rows, cond), self._device)
-        record = WindowRecord(starts, self._window_size, steps, self._device)
         latents = noise[:, 0]
         # The flags are on the host, so that the loop never waits for the device.
-        for step, any_stochastic in enumerate(stochastic.any(1).tolist()):
-            record.state(step, latents)
+        for step, any_stochastic in enumerate(record.stochastic.any(1).tolist()):
+            record.put("states", step, latents)
             t = self._timesteps[step].expand(len(rows))
             sigma = self._sigmas[step].expand(len(rows))
             next_sigma = self._sigmas[step + 1].expand(len(rows))
@@ -88,18 +87,27 @@ class RequestSampler:
                 # Outside of an image's window the std is 0, so the noise adds nothing.
                 latents = draw(distribution, record.of_step(noise[:, 1:], step))
                 score = log_prob(distribution, latents, sde_type=request.sde_type)
-                record.transition(step, (t, sigma, next_sigma, score))
+                record.put("scalars", step, torch.stack((t, sigma, next_sigma, score), 1))
                 if request.record_means:
-                    record.means(step, distribution)
+                    record.put(Key.ROLLOUT_MEANS, step, distribution.mean)
         # The state after the last step, for windows that end with the schedule.
-        record.state(steps, latents)
+        record.put("states", steps, latents)
         finite = torch.isfinite(latents.flatten(1)).all(1)
         # One transfer for records and flags, since each one waits for the device.
         kept = to_host({**record.tensors(), "finite": finite.float()})
-        _check_finite(kept.pop("finite"), rows)
+        bad = rows[kept.pop("finite") == 0].tolist()
+        if bad:
+            raise RolloutError(
+                f"the rollout engine produced non-finite latents for {len(bad)} images (rows {bad[:8]}); its precision "
+                "may be too low for this model: try actor_rollout_ref.rollout.dtype=float32"
+            )
         # Decoded after the check, because non-finite latents would end in an obscure error of the VAE.
         images = self._model.decode(latents, cond.height, cond.width)
-        return images, WindowRecord.by_key(kept) if kept else {}
+        if not kept:
+            return images, {}
+        states = kept.pop("states")
+        scalars = dict(zip(SCALARS, kept.pop("scalars").unbind(2), strict=True))
+        return images, {Key.LATENTS: states[:, :-1], Key.NEXT_LATENTS: states[:, 1:], **scalars, **kept}
 
     def _noise(self, rows: Tensor, cond: Conditioning) -> Tensor:
         """``(b, 1 + W, *L)`` on the host: each image's starting noise and that of its stochastic steps."""
@@ -155,6 +163,8 @@ class WindowRecord:
     def __init__(self, starts: Int[Tensor, " b"], window_size: int, num_steps: int, device: torch.device) -> None:
         # Made once before the loop, on the host, where indexing needs no synchronisation.
         columns = torch.arange(num_steps + 1)[:, None] - starts
+        self.stochastic = ((columns >= 0) & (columns < window_size))[:-1]
+        """``(N, b)``: the steps in an image's window."""
         in_record = (columns >= 0) & (columns <= window_size)
         self._writes = in_record.any(1).tolist()
         self._columns = onto(torch.where(in_record, columns, window_size + 1), device)
@@ -166,37 +176,8 @@ class WindowRecord:
         """The column of ``values`` for ``step`` of each image; any column outside of the image's window."""
         return values[self._rows, self._columns[step].clamp(max=self._window_size - 1)]
 
-    def state(self, step: int, latents: Float[Tensor, " b *L"]) -> None:
-        """Record the latents before ``step``, from 0 to ``N`` inclusive."""
-        self._put("states", step, latents)
-
-    def transition(self, step: int, scalars: tuple[Float[Tensor, " b"], ...]) -> None:
-        """Record timestep, noise level, next noise level and log-prob of ``step``."""
-        self._put("scalars", step, torch.stack(scalars, 1))
-
-    def means(self, step: int, distribution: Transition) -> None:
-        """Record the mean of the transition of ``step``."""
-        self._put(Key.ROLLOUT_MEANS, step, distribution.mean)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The record on the device: ``states (b, W + 1, *L)``, and the rest as ``(b, W, ...)``.
-
-        Values that were never written are NaN, which ``proof`` refuses.
-        """
-        window = self._window_size
-        return {name: kept[:, : window + (name == "states")] for name, kept in self._kept.items()}
-
-    @staticmethod
-    def by_key(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``tensors``, on any device, by their keys in the trajectory batch."""
-        states = tensors["states"]
-        found = {Key.LATENTS: states[:, :-1], Key.NEXT_LATENTS: states[:, 1:]}
-        found |= zip(SCALARS, tensors["scalars"].unbind(2), strict=True)
-        if Key.ROLLOUT_MEANS in tensors:
-            found[Key.ROLLOUT_MEANS] = tensors[Key.ROLLOUT_MEANS]
-        return found
-
-    def _put(self, name: str, step: int, values: Tensor) -> None:
+    def put(self, name: str, step: int, values: Float[Tensor, " b *L"]) -> None:
+        """Record ``states`` before ``step``, from 0 to ``N`` inclusive, or other values of ``step``."""
         # Steps outside of every window write nothing.
         if not self._writes[step] or not self._window_size:
             return
@@ -207,17 +188,10 @@ class WindowRecord:
         # float32 in every engine, because the actor scores these numbers.
         self._kept[name][self._rows, self._columns[step]] = values.float()
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The record on the device: ``states (b, W + 1, *L)``, and the rest as ``(b, W, ...)``.
 
-def _in_window(starts: Tensor, window_size: int, steps: int) -> Tensor:
-    """``(N, b)``: true for stochastic steps of an image."""
-    step = torch.arange(steps)[:, None]
-    return (starts <= step) & (step < starts + window_size)
-
-
-def _check_finite(finite: Tensor, rows: Tensor) -> None:
-    bad = rows[finite == 0].tolist()
-    if bad:
-        raise RolloutError(
-            f"the rollout engine produced non-finite latents for {len(bad)} images (rows {bad[:8]}); its precision "
-            "may be too low for this model: try actor_rollout_ref.rollout.dtype=float32"
-        )
+        Values that were never written are NaN, which ``proof`` refuses.
+        """
+        window = self._window_size
+        return {name: kept[:, : window + (name == "states")] for name, kept in self._kept.items()}

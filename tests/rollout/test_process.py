@@ -126,6 +126,7 @@ def test_a_killed_process_is_found_at_the_next_call(make_process):
 )
 def test_an_engine_sees_its_own_gpus_alone_and_no_launcher(monkeypatch, visible, devices, seen):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     launcher = {"RANK": "1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
@@ -137,9 +138,6 @@ def test_an_engine_sees_its_own_gpus_alone_and_no_launcher(monkeypatch, visible,
 
 
 def test_devices_are_those_that_this_process_sees(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    with pytest.raises(ValueError, match="rollout.devices: got cuda:2, but CUDA_VISIBLE_DEVICES=4,6 shows 2 GPUs"):
-        engine_environment("cuda:2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_devices("cpu", "cuda:0", "cuda:1")
     with pytest.raises(ValueError, match="rollout.devices: got cuda:2, but this process sees cuda:0 to cuda:1"):

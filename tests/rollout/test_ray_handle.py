@@ -139,7 +139,10 @@ def test_an_error_of_ray_itself_loses_one_engine(monkeypatch, place):
             return SimpleNamespace()
 
         check_room = partialmethod(answer, "cluster_resources")
-        new_actor = partialmethod(answer, "remote")
+
+        @property
+        def actor(self):
+            return SimpleNamespace(remote=lambda: self.answer("remote"))
 
         def stored(self, state):
             return self.answer("put")
@@ -168,7 +171,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
 torch.set_num_threads(3)
 rollout = config(engines=1)
 handles = ray_handles(rollout, MODEL, "cpu")
-assert handles[0]._cluster.threads == 3
+assert handles[0]._cluster.arguments[-1] == 3
 pool = RolloutPool(handles, digest_of=digest_rule(rollout, MODEL), dtype=torch.bfloat16, micro_batch_size=2)
 try:
     print(handles[0].pid, flush=True)

@@ -187,7 +187,7 @@ def _end(process: ChildProcess, owner: int, model: str) -> None:
         # In a fork's child, whose parent still needs the server.
         return
     if process.exit_code is not None:
-        log = process.save_output("flowgrpo_rc-reward-model-", printable)
+        log = process.save_output("flowgrpo_rc-reward-model-")
         print(f"{SECTION}: vllm serve {model} {process.how_it_ended()}; {log}", file=sys.stderr)
     process.end()
     _address_file().unlink(missing_ok=True)

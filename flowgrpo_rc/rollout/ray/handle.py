@@ -7,10 +7,12 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,17 +24,16 @@ from flowgrpo_rc.processes import ProcessLostError, RemoteError
 from flowgrpo_rc.rollout.base import EngineLostError
 from flowgrpo_rc.rollout.config import ALONE, JOINED, RolloutConfig, Share
 from flowgrpo_rc.rollout.handle import EngineHandle
+from flowgrpo_rc.rollout.process import visible_gpus
 from flowgrpo_rc.rollout.ray.actor import LIFE, EngineActor
 
-ADAPTERS = 2
-"""How many adapters Ray's store keeps: with requests ahead, engines may still need the one before the newest."""
 # Seconds that an address is tried for. Ray itself tries for two minutes and then ends the process.
 _CONNECT_S = 10.0
 _HERE = "actor_rollout_ref.rollout"
 
 
 def check_cluster(rollout: RolloutConfig, share: Share) -> None:
-    """As ``PlacementEntry.check``; connects to no cluster.
+    """Check that Ray is there and a cluster named where one is needed, without connecting to it.
 
     Raises:
         ImportError: Ray is not installed; the message names the extra.
@@ -52,13 +53,9 @@ def check_cluster(rollout: RolloutConfig, share: Share) -> None:
 
 
 def ray_handles(
-    rollout: RolloutConfig,
-    lora: ModelConfig,
-    device: Any,
-    share: Share = ALONE,
-    model: DiffusionModel | None = None,
+    rollout: RolloutConfig, lora: ModelConfig, device: Any, share: Share = ALONE, model: DiffusionModel | None = None
 ) -> list["RayHandle"]:
-    """As ``PlacementEntry.handles``: the ``rollout.engines`` engines of one trainer process, none of them started.
+    """The ``rollout.engines`` engines of one trainer process, none of them started; arguments as ``process_handles``.
 
     Connects to Ray, or starts it on this machine; then it keeps off the trainer's ``device``. ``model`` is not needed.
 
@@ -105,7 +102,7 @@ class _RayEngine:
         self._actor: Any = None
         with self._ends_on_errors():
             cluster.check_room()
-            self._actor = cluster.new_actor()
+            self._actor = cluster.actor.remote()
 
     def wait_until_ready(self, limit_s: float) -> None:
         """Wait until Ray has placed the actor, and the model is loaded there.
@@ -114,17 +111,16 @@ class _RayEngine:
             ProcessLostError: no node has room, or the actor is lost.
             RemoteError: the model cannot be loaded.
         """
-        cluster = self._cluster
         deadline = time.monotonic() + limit_s
         with self._ends_on_errors():
             pid = self._actor.pid.remote()
             if not self._ray.wait([pid], timeout=limit_s)[0]:
-                room = cluster.describe_room()
+                room = self._cluster.describe_room()
                 raise ProcessLostError(f"no node of the Ray cluster had room for it within {limit_s:g} s: {room}")
             self.pid = self._ray.get(pid)
         # A method of its own, so that a full cluster and a broken model give different errors.
-        what = (cluster.rollout, cluster.model, cluster.device, cluster.threads)
-        self.call("load", *what, limit_s=max(0.0, deadline - time.monotonic()), doing="starting")
+        left = max(0.0, deadline - time.monotonic())
+        self.call("load", *self._cluster.arguments, limit_s=left, doing="starting")
 
     def call(self, method: str, *arguments: Any, limit_s: float, doing: str) -> Any:
         """Call a method of the actor; arguments and errors as of ``RemoteObject.call``."""
@@ -176,21 +172,23 @@ class _Cluster:
 
     def __init__(self, rollout: RolloutConfig, model: ModelConfig, device: Any) -> None:
         self.rollout = rollout
-        self.model = model
-        self.device = actor_device(rollout.ray.num_gpus)
         # On the host the last bits depend on it; beside a GPU it would be more than Ray has set aside.
-        self.threads = None if rollout.ray.num_gpus else torch.get_num_threads()
+        threads = None if rollout.ray.num_gpus else torch.get_num_threads()
+        self.arguments = (rollout, model, actor_device(rollout.ray.num_gpus), threads)
+        """Of ``EngineActor.load``."""
         self.users: set[str] = set()
         """Names of the handles that are not closed."""
         self._lock = threading.Lock()
-        # The last that were put into Ray's store, with their places there.
-        self._adapters: list[tuple[Mapping[str, Tensor], Any]] = []
+        # The last two that were put into Ray's store, with their places there: with requests ahead, engines may still
+        # need the one before the newest.
+        self._adapters: deque[tuple[Mapping[str, Tensor], Any]] = deque(maxlen=2)
         self._wanted = {"GPU": rollout.ray.num_gpus, "CPU": rollout.ray.num_cpus}
         address = _address(rollout)
         self._is_local = address is None
-        _check_reachable(address)
-        if self._is_local:
+        if address is None:
             set_variables_of_ray()
+        else:
+            _check_reachable(address)
         # Ray reads some of its variables when it is imported.
         import ray
 
@@ -200,22 +198,14 @@ class _Cluster:
             self._connect(address, device)
         # No restarts by Ray: a new actor has no model, and the pool must know of the loss.
         actor: Any = self.ray.remote(concurrency_groups={LIFE: 1}, max_restarts=0)(EngineActor)
-        self._actor = actor.options(num_gpus=rollout.ray.num_gpus, num_cpus=rollout.ray.num_cpus)
-
-    def new_actor(self) -> Any:
-        """An actor, which Ray places when a node has room."""
-        return self._actor.remote()
+        self.actor = actor.options(num_gpus=rollout.ray.num_gpus, num_cpus=rollout.ray.num_cpus)
 
     def stored(self, state: Mapping[str, Tensor]) -> Any:
-        """The place of this adapter in Ray's store."""
+        """The place of this adapter in Ray's store, where it is put once for all engines."""
         with self._lock:
-            for known, place in self._adapters:
-                if known is state:
-                    return place
-            # Once for all engines, instead of once in every call.
-            place = self.ray.put(state)
-            self._adapters = [*self._adapters[1 - ADAPTERS :], (state, place)]
-            return place
+            if not any(known is state for known, _ in self._adapters):
+                self._adapters.append((state, self.ray.put(state)))
+            return next(place for known, place in self._adapters if known is state)
 
     def leave(self, user: str) -> None:
         """Disconnect when no handle is left."""
@@ -246,22 +236,16 @@ class _Cluster:
 
     def _connect(self, address: str | None, device: Any) -> None:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if address is None:
-            os.environ.update(gpus_beside(device))
+        # Outputs of engines would mix with the trainer's; Ray keeps them in its own logs.
+        quiet = {"configure_logging": False, "log_to_driver": False}
         try:
-            self.ray.init(
-                address=address or "local",
-                include_dashboard=None if address else False,
-                configure_logging=False,
-                # Outputs of engines would mix with the trainer's; Ray keeps them in its own logs.
-                log_to_driver=False,
-            )
+            if address is None:
+                with patch.dict(os.environ, gpus_beside(device)):
+                    self.ray.init("local", include_dashboard=False, **quiet)
+            else:
+                self.ray.init(address, **quiet)
         except Exception as error:
             raise EngineLostError(one_line(error, 600)) from None
-        finally:
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            os.environ.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
         # Ray takes SIGTERM, which the trainer answers with a checkpoint.
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
@@ -288,10 +272,9 @@ def gpus_beside(device: Any) -> dict[str, str]:
     device = torch.device(device)
     if device.type != "cuda":
         return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    every = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    del every[device.index or 0]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(every)}
+    others = visible_gpus()
+    del others[device.index or 0]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(others)}
 
 
 def _address(rollout: RolloutConfig) -> str | None:
@@ -299,9 +282,9 @@ def _address(rollout: RolloutConfig) -> str | None:
     return rollout.ray.address or os.environ.get("RAY_ADDRESS") or None
 
 
-def _check_reachable(address: str | None) -> None:
+def _check_reachable(address: str) -> None:
     """Raise where nothing listens at ``host:port``; Ray checks other forms of address itself."""
-    host, _, port = (address or "").rpartition(":")
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
     try:

@@ -53,12 +53,7 @@ class VllmOmniEngine:
 
     def __init__(self, config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any) -> None:
         self._handle = VllmOmniHandle(
-            config,
-            model,
-            lora,
-            str(device).split(JOINED),
-            config.vllm_omni,
-            subject="the vllm_omni engine's process",
+            config, model, lora, str(device).split(JOINED), config.vllm_omni, subject="the vllm_omni engine's process"
         )
         self._digest_of = digest_rule(config, lora)
         self._sleeps = config.vllm_omni.sleep
