@@ -100,11 +100,7 @@ LIBRARY = "import flowgrpo_rc; flowgrpo_rc.diffusion_loss"
 @pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="libgomp on x86-64 only")
 @pytest.mark.parametrize(
     ("code", "settings", "expected"),
-    [
-        (COMMAND, {}, str(threads.SPINS)),
-        (COMMAND, {"GOMP_SPINCOUNT": "77"}, "77"),
-        (LIBRARY, {}, "300000"),
-    ],
+    [(COMMAND, {}, str(threads.SPINS)), (COMMAND, {"GOMP_SPINCOUNT": "77"}, "77"), (LIBRARY, {}, "300000")],
 )
 def test_libgomp_has_read_it(unset, code, settings, expected):
     """libgomp prints what it works with when torch loads it."""

@@ -3,17 +3,18 @@
 import pytest
 import torch
 from crossings import DEVICE, Crossings, OnDevice, put_on_device
+from rollout_cases import request_for
 from tiny_families import z_image
 from tolerances import LATENT, guided
 from torch.testing import assert_close
 
-from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
+from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+from flowgrpo_rc.rollout import DiffusersEngine
 
 LORA = ModelConfig(lora_rank=4, lora_alpha=4)
-STEPS, IMAGES, MICRO = 3, 4, 2
-BATCHES = IMAGES // MICRO
+STEPS, MICRO = 3, 2
+BATCHES = 2
 
 
 @pytest.fixture
@@ -22,28 +23,12 @@ def tiny_z_image_model(tmp_path):
     return load_model(str(tmp_path))
 
 
-def request_for(model, cfg):
-    encoder = PromptEncoder(model, 96)
-    prompts = encoder(['the text "12"', "another one that is longer"])
-    negative = encoder([" "] * 2) if cfg > 1 else None
-    return RolloutRequest(
-        Conditioning(prompts, negative, cfg, None, 32, 32),
-        prompt_index=torch.tensor([0, 0, 1, 1]),
-        num_inference_steps=STEPS,
-        seeds=[1, 2, 3, 4],
-        window_starts=torch.tensor([0, 1, 1, 0]),
-        window_size=2,
-        noise_level=0.7,
-        record_means=True,
-    )
-
-
 def counted(model, cfg):
     """An engine's trajectories, the same drawn with its model on the device, and the waits of the second run."""
     engine = DiffusersEngine(model, LORA, dtype=torch.float32, micro_batch_size=MICRO, device="cpu")
     state = adapter_state(engine.transformer, engine.adapter)
     engine.sync(state, 0)
-    request = request_for(model, cfg)
+    request = request_for(model, index=(0, 0, 1, 1), starts=(0, 1, 1, 0), steps=STEPS, cfg=cfg, record_means=True)
     expected = engine.generate(request)
     put_on_device(engine.transformer)
     put_on_device(model.pipe.vae)

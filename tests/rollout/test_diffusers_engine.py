@@ -1,12 +1,15 @@
 """The in-process engine: what it records, that it is reproducible, and that its gap to the actor is real."""
 
+from functools import partial
+
 import pytest
 import torch
+from rollout_cases import STARTS, random_like, request_for
 from tolerances import LATENT, LOG_PROB
 from torch import nn
 from torch.testing import assert_close
 
-from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
+from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import (
     adapter_active,
     adapter_disabled,
@@ -16,14 +19,13 @@ from flowgrpo_rc.models.lora import (
     base_parameters,
     load_adapter_state,
 )
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.rollout.diffusers_engine import round_fp8_rows, round_linear_weights
-from flowgrpo_rc.rollout.seeds import seed_for
 from flowgrpo_rc.sde import log_prob, transition
 
 LORA = ModelConfig(lora_rank=4, lora_alpha=4)
 STEPS, WINDOW = 5, 2
-STARTS = torch.tensor([0, 0, 2, 2, 1, 1])
+"""Of ``request_for``."""
 
 
 @pytest.fixture
@@ -40,23 +42,7 @@ def make_engine(tiny_model):
 
 @pytest.fixture
 def make_request(tiny_model):
-    encoder = PromptEncoder(tiny_model, 512)
-
-    def make(sde_type="sde", cfg=1.0, seed=0):
-        prompts = encoder(['the text "12"', 'the text "34"', 'the text "56"'])
-        negative = encoder([" "] * 3) if cfg > 1 else None
-        return RolloutRequest(
-            conditioning=Conditioning(prompts, negative, cfg, None, 32, 32),
-            prompt_index=torch.tensor([0, 0, 1, 1, 2, 2]),
-            num_inference_steps=STEPS,
-            seeds=[seed_for(seed, 0, 0, i) for i in range(6)],
-            window_starts=STARTS,
-            window_size=WINDOW,
-            noise_level=0.7,
-            sde_type=sde_type,
-        )
-
-    return make
+    return partial(request_for, tiny_model)
 
 
 def rescore(model, engine, request, batch):
@@ -75,9 +61,9 @@ def rescore(model, engine, request, batch):
 
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
 def test_records_the_window_of_every_group(tiny_model, make_engine, make_request, sde_type):
-    result = make_engine().generate(make_request(sde_type))
+    result = make_engine().generate(make_request(sde_type=sde_type))
     schedule = tiny_model.schedule(STEPS, 32, 32)
-    columns = STARTS[:, None] + torch.arange(WINDOW)
+    columns = torch.tensor(STARTS)[:, None] + torch.arange(WINDOW)
     batch = result.batch
     assert batch["latents"].shape == (6, WINDOW, 16, 32)
     assert_close(batch["sigmas"], schedule.sigmas[columns], rtol=0, atol=0)
@@ -95,7 +81,7 @@ def test_records_the_window_of_every_group(tiny_model, make_engine, make_request
 @pytest.mark.parametrize(("sde_type", "cfg"), [("sde", 1.0), ("cps", 1.0), ("dance_sde", 1.0), ("sde", 4.0)])
 def test_recorded_log_probs_are_the_transitions(tiny_model, make_engine, make_request, sde_type, cfg):
     """Rescored one by one, with another batch size, by the engine's own float32 transformer."""
-    engine, request = make_engine(), make_request(sde_type, cfg)
+    engine, request = make_engine(), make_request(sde_type=sde_type, cfg=cfg)
     batch = engine.generate(request).batch
     for i in range(6):
         cond = request.conditioning.rows(request.prompt_index[i : i + 1], torch.device("cpu"))
@@ -127,10 +113,7 @@ def test_gaussian_log_probs_have_the_entropy_of_their_noise(make_engine, make_re
 
 @pytest.mark.portable
 def test_images_do_not_depend_on_the_micro_batch(make_engine, make_request):
-    together, split = (
-        make_engine().generate(make_request()),
-        make_engine(micro_batch_size=4).generate(make_request()),
-    )
+    together, split = (make_engine().generate(make_request()), make_engine(micro_batch_size=4).generate(make_request()))
     assert_close(together.batch["rollout_log_probs"], split.batch["rollout_log_probs"], atol=LOG_PROB, rtol=0)
     assert_close(together.batch["next_latents"], split.batch["next_latents"], atol=LATENT, rtol=0)
 
@@ -173,12 +156,8 @@ def test_fp8_weights_are_the_engines_own(tiny_model, make_engine, dtype):
 
 def test_fp8_rounds_the_adapter_again_at_every_sync(make_engine):
     engine = make_engine(quantization="fp8")
-    generator = torch.Generator().manual_seed(0)
     for version in (1, 2):
-        state = {
-            n: torch.randn(v.shape, generator=generator)
-            for n, v in adapter_state(engine.transformer, engine.adapter).items()
-        }
+        state = random_like(adapter_state(engine.transformer, engine.adapter), 1.0, seed=version)
         sent = {n: v.clone() for n, v in state.items()}
         engine.sync(state, version)
         held = adapter_state(engine.transformer, engine.adapter)
@@ -212,16 +191,11 @@ def test_unsynchronised_engine_refuses(tiny_model, make_request):
         engine.generate(make_request())
 
 
-def random_adapter(state, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return {name: 0.2 * torch.randn(value.shape, generator=generator) for name, value in state.items()}
-
-
 def trained_beside(model, engine):
     """An actor's adapter on the engine's transformer, trainable and with other weights than the engine's."""
     attach_lora(model.transformer, model, LORA, dtype=torch.float32)
-    load_adapter_state(model.transformer, random_adapter(adapter_state(model.transformer), 2))
-    return random_adapter(adapter_state(engine.transformer, engine.adapter), 1)
+    load_adapter_state(model.transformer, random_like(adapter_state(model.transformer), seed=2))
+    return random_like(adapter_state(engine.transformer, engine.adapter), seed=1)
 
 
 def test_a_shared_transformer_draws_what_one_of_the_engines_own_draws(tiny_model, make_engine, make_request):

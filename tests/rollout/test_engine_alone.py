@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_cases import assert_same_bits, random_like, request_for
 
-from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
+from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import adapter_state, attach_lora
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutConfig, RolloutRequest, build_engine
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutConfig, build_engine
 from flowgrpo_rc.rollout.build import build_engine_alone, digest_rule
 from flowgrpo_rc.rollout.engines import ENGINES, EngineEntry
-from flowgrpo_rc.rollout.seeds import seed_for
 
 MODEL = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=8)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -30,38 +30,9 @@ def rollout(request):
 
 
 def adapter_of(model, seed=0):
-    """An adapter as it is after some training, by the names and shapes of the actor's."""
+    """An adapter by the names and shapes of the actor's."""
     attach_lora(model.transformer, model, MODEL, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    state = adapter_state(model.transformer)
-    return {name: 0.2 * torch.randn(value.shape, generator=generator) for name, value in state.items()}
-
-
-def request_for(model, *, window=2):
-    """Two images of each of three prompts of different lengths, guided."""
-    encoder = PromptEncoder(model, 64)
-    prompts = encoder(['the text "12"', 'the text "345678" in red', "x"])
-    return RolloutRequest(
-        conditioning=Conditioning(prompts, encoder([" "] * 3), 4.0, None, 32, 32),
-        prompt_index=torch.tensor([0, 0, 1, 1, 2, 2]),
-        num_inference_steps=4,
-        seeds=[seed_for(0, 0, 0, i) for i in range(6)],
-        window_starts=torch.tensor([0, 0, 2, 2, 1, 1]) if window else None,
-        window_size=window,
-        noise_level=0.7 if window else 0.0,
-        record_means=bool(window),
-    )
-
-
-def assert_same_bits(one, other):
-    """Images, recorded steps and what the engines say of themselves."""
-    assert torch.equal(one.images, other.images)
-    assert (one.batch is None) is (other.batch is None)
-    if one.batch is not None:
-        assert set(one.batch.keys()) == set(other.batch.keys())
-        assert all(torch.equal(one.batch[name], other.batch[name]) for name in one.batch.keys())  # noqa: SIM118
-    for name in ("seeds", "dtype", "adapter_version", "adapter_digest", "true_cfg_scale", "noise_level", "request_id"):
-        assert getattr(one.echo, name) == getattr(other.echo, name), name
+    return random_like(adapter_state(model.transformer), seed=seed)
 
 
 @pytest.mark.slow
@@ -73,9 +44,9 @@ def test_an_engine_alone_draws_the_bits_of_the_engine_beside_the_actor(tiny_mode
     state = adapter_of(tiny_model)
     digest = beside.sync(state, 3)
     assert engine.sync(state, 3) == digest == digest_rule(rollout, MODEL)(state)
-    request = request_for(tiny_model)
+    request = request_for(tiny_model, cfg=4.0, record_means=True)
     assert_same_bits(engine.generate(request), beside.generate(request))
-    plain = request_for(tiny_model, window=0)
+    plain = request_for(tiny_model, cfg=4.0, window=0)
     assert_same_bits(engine.generate(plain), beside.generate(plain))
     engine.close()
 

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 import torch
-from test_engine_alone import MODEL, adapter_of, assert_same_bits, request_for
+from rollout_cases import assert_same_bits, request_for
+from test_engine_alone import MODEL, adapter_of
 from tests_support import alive
 
 from flowgrpo_rc.models import ModelConfig
@@ -46,7 +47,7 @@ def test_a_process_draws_the_bits_of_the_engine_beside_the_actor(started, beside
     assert isinstance(started, RolloutHandle)
     assert started.name == "process 3 (cpu)"
     assert started.sync(state, 1) == digest_rule(ROLLOUT, MODEL)(state) == engine.digest_of(state)
-    for request in (request_for(tiny_model), request_for(tiny_model, window=0)):
+    for request in (request_for(tiny_model, cfg=4.0), request_for(tiny_model, cfg=4.0, window=0)):
         assert_same_bits(started.generate(request), engine.generate(request))
 
 
@@ -58,7 +59,7 @@ def test_what_it_answers_with_an_error_leaves_it_running(started, beside, tiny_m
     broken = {name: torch.full_like(value, torch.nan) for name, value in state.items()}
     started.sync(broken, 2)
     with pytest.raises(RolloutError, match=r"non-finite latents for 2 images"):
-        started.generate(request_for(tiny_model))
+        started.generate(request_for(tiny_model, cfg=4.0))
     assert started.pid == pid
 
 
@@ -76,7 +77,7 @@ def test_a_pool_of_processes_is_the_engine_beside_the_actor(beside, tiny_model):
     pool = RolloutPool(handles, digest_of=rule, dtype=torch.bfloat16, micro_batch_size=ROLLOUT.micro_batch_size)
     try:
         assert pool.sync(state, 1) == engine.digest_of(state)
-        request = request_for(tiny_model)
+        request = request_for(tiny_model, cfg=4.0)
         expected = engine.generate(request)
         assert_same_bits(pool.generate(request), expected)
         first = handles[0].pid

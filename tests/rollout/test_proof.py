@@ -1,14 +1,16 @@
 """The echo says what was used, digests tell adapters apart, and each check names what differs."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from rollout_cases import random_like, request_for
 from torch.testing import assert_close
 
-from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
+from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest, RolloutSyncError, diffusers_engine
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError, diffusers_engine
 from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter, check_echo, check_rollout
 from flowgrpo_rc.rollout.sampling import RequestSampler
@@ -32,36 +34,17 @@ def make_engine(tiny_model):
 
 @pytest.fixture
 def make_request(tiny_model):
-    encoder = PromptEncoder(tiny_model, 512)
-
-    def make(cfg=1.0, **changes):
-        negative = encoder([" "] * 2) if cfg > 1 else None
-        settings = {
-            "conditioning": Conditioning(encoder(["one", "two"]), negative, cfg, None, 32, 32),
-            "prompt_index": torch.tensor([0, 0, 1, 1]),
-            "num_inference_steps": 5,
-            "seeds": SEEDS,
-            "window_starts": STARTS,
-            "window_size": 2,
-            "noise_level": 0.7,
-        }
-        return RolloutRequest(**(settings | changes))
-
-    return make
+    return partial(request_for, tiny_model, index=(0, 0, 1, 1), starts=STARTS.tolist(), seed=7)
 
 
 def random_state(engine, scale=0.05):
-    generator = torch.Generator().manual_seed(0)
-    return {
-        n: scale * torch.randn(v.shape, generator=generator)
-        for n, v in adapter_state(engine.transformer, engine.adapter).items()
-    }
+    return random_like(adapter_state(engine.transformer, engine.adapter), scale)
 
 
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
 def test_the_echo_is_what_was_asked_for(tiny_model, make_engine, make_request, sde_type, cfg):
-    engine, request = make_engine(), make_request(cfg, sde_type=sde_type)
+    engine, request = make_engine(), make_request(cfg=cfg, sde_type=sde_type)
     trajectories = engine.generate(request)
     echo, schedule = trajectories.echo, tiny_model.schedule(5, 32, 32)
     assert_close(echo.sigmas, schedule.sigmas, rtol=0, atol=0)
@@ -205,7 +188,7 @@ ECHO_FAULTS = {
 
 @pytest.mark.parametrize("name", ECHO_FAULTS)
 def test_an_echo_that_differs_is_named_in_one_line(tiny_model, make_engine, make_request, name):
-    request, schedule = make_request(3.0), tiny_model.schedule(5, 32, 32)
+    request, schedule = make_request(cfg=3.0), tiny_model.schedule(5, 32, 32)
     echo = make_engine().generate(request).echo
     check_echo(request, schedule, echo)
     changes, message = ECHO_FAULTS[name]

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_alone import MODEL, adapter_of, assert_same_bits, request_for
+from rollout_cases import assert_same_bits, request_for
+from test_engine_alone import MODEL, adapter_of
 from test_ray_handle import config
 from tests_support import alive, wait_until
 
@@ -80,7 +81,7 @@ def box(ray_environment):
         cluster.add_node(num_cpus=1, object_store_memory=STORE)
         model = load_model(MODEL.path)
         state = adapter_of(model)
-        request = request_for(model)
+        request = request_for(model, cfg=4.0)
         host = build_engine_alone(config(), MODEL, "cpu")
         host.sync(state, 0)
         found = Box(cluster, host.generate(request), state, request)

@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import rollout_cases
 import torch
+from rollout_cases import PROMPTS, random_like
 from tiny_families import TINY, TinyFamily
 from tiny_families.references import asked
 
 from flowgrpo_rc.dtypes import dtype_name
-from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
+from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.rollout.config import RolloutConfig, VllmOmniConfig
-from flowgrpo_rc.rollout.seeds import seed_for
 from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
 from flowgrpo_rc.rollout.vllm_omni.adapter import expected_shapes
 
@@ -28,9 +29,6 @@ FAMILIES: dict[str, TinyFamily | None] = {"qwen_image": None} | {
     )
 }
 """The models that vllm-omni draws; ``None`` is the shipped one."""
-STARTS = torch.tensor([0, 0, 2, 2, 1, 1])
-PROMPTS = ['the text "12"', 'the text "345678" in red', "x"]
-"""Of different lengths, so that embeddings are padded and masked."""
 TIMEOUTS = VllmOmniConfig(
     start_timeout_s=600.0, request_timeout_s=300.0, sync_timeout_s=300.0, silence_timeout_s=30.0, close_timeout_s=20.0
 )
@@ -68,15 +66,9 @@ class Pair:
         return replace(self, lora=lora, vllm=vllm, diffusers=diffusers)
 
 
-def adapter_like(state, seed, scale=0.3):
-    """Random values for every tensor, B included."""
-    generator = torch.Generator().manual_seed(seed)
-    return {name: scale * torch.randn(t.shape, generator=generator) for name, t in state.items()}
-
-
 def random_adapter(pair, seed=0):
     """The adapter as it is after some training."""
-    return adapter_like(adapter_state(pair.diffusers.transformer, pair.diffusers.adapter), seed)
+    return random_like(adapter_state(pair.diffusers.transformer, pair.diffusers.adapter), 0.3, seed)
 
 
 def zero_adapter(pair):
@@ -84,23 +76,12 @@ def zero_adapter(pair):
     return {name: tensor * (".lora_A" in name) for name, tensor in random_adapter(pair, 1).items()}
 
 
-def request_for(model, family=None, *, steps=5, cfg=1.0, guidance=None, sde_type="sde", window=2, seed=0):
-    """Two images of each of three prompts; ``window=0`` is the deterministic ODE."""
+def request_for(model, family=None, *, window=2, **settings):
+    """``rollout_cases.request_for`` with the family's prompts; ``window=0`` is the deterministic ODE."""
     images, area, length = ((), None, 64) if family is None else (family.images, family.reference_area, family.length)
-    encoder = PromptEncoder(model, length)
-    prompts = encoder(asked(images, PROMPTS, area))
-    negative = encoder(asked(images, [model.negative_prompt] * 3, area)) if cfg > 1 else None
-    return RolloutRequest(
-        conditioning=Conditioning(prompts, negative, cfg, guidance, 32, 32),
-        prompt_index=torch.tensor([0, 0, 1, 1, 2, 2]),
-        num_inference_steps=steps,
-        seeds=[seed_for(seed, 0, 0, i) for i in range(6)],
-        window_starts=STARTS if window else None,
-        window_size=window,
-        noise_level=0.7 if window else 0.0,
-        sde_type=sde_type,
-        record_means=bool(window),
-    )
+    settings |= {"length": length, "negatives": asked(images, [model.negative_prompt] * 3, area)}
+    prompts = asked(images, PROMPTS, area)
+    return rollout_cases.request_for(model, prompts, window=window, record_means=bool(window), **settings)
 
 
 def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, alpha=8):

@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from engine_pair import TIMEOUTS, adapter_like, request_for
+from engine_pair import TIMEOUTS, request_for
+from rollout_cases import random_like
 from tests_support import alive, descendants, wait_until
 from torch.testing import assert_close
 
@@ -47,7 +48,7 @@ LORA = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=8)
 def adapter_of(model):
     """The adapter as it is after some training."""
     attach_lora(model.transformer, model, LORA, dtype=torch.float32)
-    return adapter_like(adapter_state(model.transformer), 3)
+    return random_like(adapter_state(model.transformer), 0.3, seed=3)
 
 
 def test_an_engine_that_sleeps_gives_its_memory_back_and_draws_the_same(monkeypatch):

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from engine_pair import FAMILIES, adapter_like, request_for
+from engine_pair import FAMILIES, request_for
+from rollout_cases import random_like
 from tests_support import run_side_by_side
 from torch.testing import assert_close
 
@@ -34,7 +35,7 @@ def test_two_processes_hold_and_draw_what_one_does(tmp_path, monkeypatch, folder
     model = load_model(path)
     lora = ModelConfig(path=path, lora_rank=RANK, lora_alpha=ALPHA)
     engine = DiffusersEngine(model, lora, dtype=torch.float32, micro_batch_size=6, device="cpu")
-    state = adapter_like(adapter_state(engine.transformer, engine.adapter), 5)
+    state = random_like(adapter_state(engine.transformer, engine.adapter), 0.3, seed=5)
     engine.sync(state, 1)
     cfg, guidance = (1.0, None) if family is None else family.guidances[0]
     request = request_for(model, family, cfg=cfg, guidance=guidance)
