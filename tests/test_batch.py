@@ -80,13 +80,6 @@ def test_weights_and_keep(form):
     assert set(inside.keys()) <= KEYS
 
 
-def test_without_weights_the_keep_mask_is_the_weight():
-    config = {"rollout_is": None, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.7_1.5"}
-    batch, _ = apply_rollout_correction_to_diffusion_batch(_data(), config)  # products 1.2, 0.8 and 2
-    assert batch["rollout_is_weights"].dtype == torch.float32
-    assert batch["rollout_is_weights"].tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
-
-
 @pytest.mark.parametrize("config", [None, {}, {"preset": "disabled"}, {"preset": "decoupled_geo_rs_token_tis"}])
 def test_the_numbers_are_those_of_the_library(config):
     made = RolloutCorrectionConfig.from_dict(config)

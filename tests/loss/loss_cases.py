@@ -120,16 +120,3 @@ def _rank(rank, folder, loss, cases, batch_of, first):
         results.append((losses / 2, log_probs.grad / 2, alone.detach(), metrics))
     torch.save(results, f"{folder}/rank{rank}.pt")
     torch.distributed.destroy_process_group()
-
-
-def verl_agg_loss(loss, mask, mode, factor=None):
-    """verl 0.9.1's ``agg_loss`` of one whole batch, from its documentation; its 1e-8 is left out."""
-    tokens = mask.sum(-1)
-    present = (tokens > 0).to(loss.dtype)
-    if mode == "token-mean":
-        return (loss * mask).sum() / mask.sum()
-    of_sequence = (loss * mask).sum(-1)
-    if mode == "seq-mean-token-mean":
-        of_sequence = of_sequence / tokens.clamp(min=1)
-    mean = (of_sequence * present).sum() / present.sum()
-    return mean / (factor or mask.shape[-1]) if mode.endswith("norm") else mean

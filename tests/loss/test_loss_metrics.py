@@ -1,4 +1,4 @@
-"""Loss metrics: a table by hand, a plain recomputation, merging over micro-batches and over two processes."""
+"""Loss metrics by hand. Merged over micro-batches and processes: `test_diffusion_loss` and `test_token_path`."""
 
 import math
 
@@ -115,53 +115,3 @@ def test_carries_no_gradient_and_changes_nothing():
     assert not any(t.requires_grad for t in (metrics.sums, metrics.extremes))
     assert metrics.sums.dtype == F64
     assert_close(log_ratio.detach(), before, rtol=0, atol=0)
-
-
-def cut(seed=4):
-    """A batch of 40 images and the same in parts of 7, 1, 20 and 12, each with its own loss, KL and kept count."""
-    log_ratio, advantages, keep = random_case(seed)
-    losses = torch.randn(40, generator=torch.Generator().manual_seed(seed), dtype=F64)
-
-    def part(rows):
-        return metrics_of(
-            log_ratio[rows],
-            advantages[rows],
-            keep[rows],
-            losses[rows].sum().item(),
-            keep[rows].sum().item(),
-            losses[rows].square().sum().item(),
-        )
-
-    return part(slice(0, 40)), [part(rows) for rows in torch.arange(40).split([7, 1, 20, 12])]
-
-
-def test_adding_micro_batches_gives_the_whole_batch():
-    whole, (a, b, c, d) = cut()
-    for merged in (a + b + c + d, (d + b) + (a + c)):
-        assert merged.compute() == pytest.approx(whole.compute())
-        assert merged.kept == whole.kept
-        assert float(merged.denominator) == pytest.approx(float(whole.denominator))
-    means = {name: sum(p.compute()[name] for p in (a, b, c, d)) / 4 for name in whole.compute()}
-    assert means != pytest.approx(whole.compute(), rel=1e-3)  # averaging the parts' metrics would be wrong
-
-
-def _rank(rank, folder):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    _, parts = cut()
-    mine = parts[0] + parts[1] if rank == 0 else parts[2] + parts[3]
-    before = mine.compute()
-    everywhere = mine.all_reduce()
-    grouped = mine.all_reduce(torch.distributed.new_group([0, 1]))
-    torch.save((before, mine.compute(), everywhere.compute(), grouped.compute()), f"{folder}/rank{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.process
-def test_two_processes_equal_one(tmp_path):
-    torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
-    whole, parts = cut()
-    for rank, mine in enumerate((parts[0] + parts[1], parts[2] + parts[3])):
-        before, after, everywhere, grouped = torch.load(tmp_path / f"rank{rank}.pt")
-        assert before == after == mine.compute()
-        assert everywhere == pytest.approx(whole.compute())
-        assert grouped == everywhere

@@ -20,28 +20,6 @@ def test_the_tables_that_configurations_ask_need_no_torch():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-@pytest.mark.parametrize(
-    ("name", "beyond", "auto", "means", "sde_type"),
-    [
-        ("flow_grpo", "outside the clip band", True, False, None),
-        ("dance_grpo", "outside the clip band", True, False, "dance_sde"),
-        ("grpo_guard", "outside the clip band of grpo_guard's own ratio", False, True, None),
-        ("flow_dppo", "beyond the KL threshold", False, True, None),
-    ],
-)
-def test_the_records(name, beyond, auto, means, sde_type):
-    objective = DiffusionLossConfig(loss_mode=name).objective
-    assert objective is OBJECTIVES[name]
-    assert (objective.beyond, objective.clips_plain_ratio, objective.needs_old_means, objective.sde_type) == (
-        beyond,
-        auto,
-        means,
-        sde_type,
-    )
-    assert objective.clips is (objective.limit is CLIP_BAND)
-    assert hasattr(DiffusionLossConfig(), objective.limit.key)
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_limit_tells_what_the_objective_leaves_out(name):
     """Elements beyond the limit have no gradient in the direction that leads on, and those within have one."""

@@ -1,7 +1,6 @@
 """Policy-gradient terms: hand-worked tables, a slow float64 loop, gradients, and what rejected elements may hold."""
 
 import math
-from itertools import product
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch.testing import assert_close
 
 from flowgrpo_rc.loss import ppo_clip, reinforce
 from flowgrpo_rc.loss.policy import SAFETY_BOUND, k3_kl
-from flowgrpo_rc.sde import transition_kl
 
 BAND = {"clip_low": 0.1, "clip_high": 0.3}  # ratios in [.9, 1.3]: a swapped or flipped band is another one
 
@@ -110,36 +108,6 @@ def test_reinforce_by_hand():
     assert_close(slopes(terms, log_prob), tensor(-1.0, 4.0, 0.0))
     assert_close(terms.log_ratio, tensor(-0.5, 0.25, 0.0))
     assert not terms.log_ratio.requires_grad
-
-
-def test_transition_kl_by_hand():
-    # step 0: differences 1, 3 -> mean square (1 + 9)/2 = 5, over 2 * .5^2 = .5 -> 10
-    # step 1: differences 0, -2 -> (0 + 4)/2 = 2, over 2 * 2^2 = 8 -> .25
-    mean = tensor([2.0, 5.0], [1.0, -1.0])[None].requires_grad_()
-    reference = tensor([1.0, 2.0], [1.0, 1.0])[None]
-    kl = transition_kl(mean, reference, tensor(0.5, 2.0)[None])
-    assert_close(kl.detach(), tensor(10.0, 0.25)[None])
-    # slope: difference / (dims * std^2): 1/(2 * .25) = 2, 3/.5 = 6; 0, -2/(2 * 4) = -.25
-    kl.sum().backward()
-    assert_close(mean.grad, tensor([2.0, 6.0], [0.0, -0.25])[None])
-
-
-@pytest.mark.parametrize("latent", [(5,), (2, 3, 2)])
-def test_transition_kl_equals_the_loop(latent):
-    mean, reference, std = draw(1, (3, 2, *latent)), draw(2, (3, 2, *latent)), draw(3, (3, 2)).exp()
-    expected, gradient = torch.zeros(3, 2, dtype=F64), torch.zeros_like(mean)
-    dims = math.prod(latent)
-    for i, j in product(range(3), range(2)):
-        variance = float(std[i, j]) ** 2
-        for at in product(*map(range, latent)):
-            gap = float(mean[(i, j, *at)] - reference[(i, j, *at)])
-            expected[i, j] += gap * gap / dims / (2 * variance)
-            gradient[(i, j, *at)] = gap / (dims * variance)
-    mean.requires_grad_()
-    kl = transition_kl(mean, reference, std)
-    assert_close(kl.detach(), expected)
-    assert_close(torch.autograd.grad(kl.sum(), mean)[0], gradient)
-    assert_close(transition_kl(mean, mean, std).detach(), torch.zeros(3, 2, dtype=F64), rtol=0, atol=0)
 
 
 def test_equal_policies_give_minus_the_advantage_and_the_slope_of_reinforce():

@@ -1,17 +1,15 @@
 """The token path of the loss: a slow float64 loop in every mode, hand-worked numbers, padding, cuts and ranks."""
 
 import math
-import warnings
 
 import pytest
 import torch
-from loss_cases import EXACT, F64, MODES, accumulated, loop_correction, on_two_ranks, tensor, verl_agg_loss
-from tensordict import TensorDict
+from loss_cases import EXACT, F64, MODES, accumulated, loop_correction, on_two_ranks, tensor
 from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.correction import compute_rollout_correction
-from flowgrpo_rc.loss import diffusion_loss, diffusion_loss_sums, token_loss, token_loss_sums
+from flowgrpo_rc.loss import diffusion_loss, token_loss, token_loss_sums
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
 
 CORRECTIONS = {
@@ -86,8 +84,7 @@ def run(config, log_probs, data):
     if data.get("response_mask") is None:
         return run_once(diffusion_loss, config, log_probs, data)
     results = run_once(token_loss, config, log_probs, data)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(UserWarning, match="response_mask, so diffusion_loss hands it to flowgrpo_rc.token_loss"):
         handed_on = run_once(diffusion_loss, config, log_probs, data)
     assert_close(handed_on[:2], results[:2], **EXACT)
     assert handed_on[2] == results[2]
@@ -236,6 +233,19 @@ def test_kl_by_hand():
 # ---------------------------------------------------------------- verl's formulas
 
 
+def verl_agg_loss(loss, mask, mode, factor=None):
+    """verl 0.9.1's ``agg_loss`` of one whole batch, from its documentation; its 1e-8 is left out."""
+    tokens = mask.sum(-1)
+    present = (tokens > 0).to(loss.dtype)
+    if mode == "token-mean":
+        return (loss * mask).sum() / mask.sum()
+    of_sequence = (loss * mask).sum(-1)
+    if mode == "seq-mean-token-mean":
+        of_sequence = of_sequence / tokens.clamp(min=1)
+    mean = (of_sequence * present).sum() / present.sum()
+    return mean / (factor or mask.shape[-1]) if mode.endswith("norm") else mean
+
+
 def verl_policy_loss(old, new, advantages, mask, low, high, c, weights=None):
     """verl 0.9.1's vanilla policy loss, token by token, and its `pg_clipfrac_lower`."""
     ratio = (new - old).clamp(-20, 20).exp()
@@ -245,8 +255,9 @@ def verl_policy_loss(old, new, advantages, mask, low, high, c, weights=None):
     return bounded if weights is None else bounded * weights, (lower * mask).sum() / mask.sum()
 
 
+@pytest.mark.parametrize("factor", [None, 17.0])
 @pytest.mark.parametrize("agg_mode", AGGREGATIONS)
-def test_equals_verls_formulas(agg_mode):
+def test_equals_verls_formulas(agg_mode, factor):
     """Decoupled with weights, and KL by its k3 estimate."""
     rc, bounded = CORRECTIONS["token TIS"], 0.0
     for seed in range(3):
@@ -256,9 +267,10 @@ def test_equals_verls_formulas(agg_mode):
         weights = data["rollout_is_weights"]
         losses, dual = verl_policy_loss(data["old_log_probs"], new, data["advantages"], mask, 0.1, 0.3, 1.6, weights)
         gap = data["ref_log_probs"] - new
-        kl = verl_agg_loss(gap.exp() - gap - 1, mask, agg_mode)
-        loss, _, metrics = run(make_config("decoupled", rc, kl=0.2, loss_agg_mode=agg_mode), new, data)
-        assert_close(loss, verl_agg_loss(losses, mask, agg_mode) + 0.2 * kl, rtol=1e-6, atol=1e-8)
+        kl = verl_agg_loss(gap.exp() - gap - 1, mask, agg_mode, factor)
+        config = make_config("decoupled", rc, kl=0.2, loss_agg_mode=agg_mode, loss_scale_factor=factor)
+        loss, _, metrics = run(config, new, data)
+        assert_close(loss, verl_agg_loss(losses, mask, agg_mode, factor) + 0.2 * kl, rtol=1e-6, atol=1e-8)
         assert metrics["actor/pg_clipfrac_dual"] == pytest.approx(dual.item())
         assert metrics["actor/kl_loss"] == pytest.approx(kl.item())
         bounded += dual.item()
@@ -289,6 +301,9 @@ def test_decoupled_mask_is_response_mask_and_keep():
 
 def test_dual_clip_does_not_enter_reinforce_nor_the_diffusion_path():
     new, data = random_batch()
+    none, wide = (run(make_config(clip_ratio_c=c), new, data) for c in (None, 1e9))
+    assert_close(none[:2], wide[:2], **EXACT)
+    assert "actor/pg_clipfrac_dual" not in none[2]
     for mode in MODES:
         tight, wide = (run(make_config(mode, clip_ratio_c=c, clip_ratio_high=0.01), new, data) for c in (1.02, 1e9))
         if mode == "bypass reinforce":
@@ -303,15 +318,6 @@ def test_dual_clip_does_not_enter_reinforce_nor_the_diffusion_path():
     assert "actor/pg_clipfrac_dual" not in tight[2]
 
 
-@pytest.mark.parametrize("mode", ["decoupled", "bypass ppo_clip"])
-def test_without_clip_ratio_c_nothing_is_clipped_dually(mode):
-    new, data = random_batch()
-    none, wide, tight = (run(make_config(mode, clip_ratio_c=c), new, data) for c in (None, 1e9, 1.02))
-    assert_close(none[:2], wide[:2], **EXACT)
-    assert none[0] > tight[0] + 1e-3
-    assert "actor/pg_clipfrac_dual" not in none[2]
-
-
 def test_advantages_are_clamped_on_the_diffusion_path_alone():
     new, data = random_batch()
     tight, wide = make_config(adv_clip_max=0.01), make_config(adv_clip_max=100.0)
@@ -321,14 +327,13 @@ def test_advantages_are_clamped_on_the_diffusion_path_alone():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_masks_of_any_dtype_and_any_container(mode):
+def test_masks_of_any_dtype(mode):
     rc = CORRECTIONS["token TIS, token_k1"]
     new, data = random_batch()
     data = prepared(mode, rc, data)
     config = make_config(mode, rc, kl=0.1)
     for dtype in (torch.int64, torch.uint8, torch.float32, torch.bfloat16):
         same(config, new, data, {**data, "response_mask": data["response_mask"].to(dtype)})
-    same(config, new, data, TensorDict(data, batch_size=[8]))
 
 
 # ---------------------------------------------------------------- what is masked or rejected
@@ -449,13 +454,8 @@ def test_objectives_on_transition_means_are_refused(loss_mode):
     ("change", "message"),
     [
         ({"response_mask": (8, 5)}, r"response_mask has shape \(8, 5\) and log_probs \(8, 6\); on the token path"),
-        ({"response_mask": (8,)}, r"response_mask has shape \(8,\) and log_probs \(8, 6\)"),
-        ({"response_mask": (1, 6)}, r"response_mask has shape \(1, 6\) and log_probs \(8, 6\)"),
+        ({"response_mask": None}, r"data lacks 'response_mask'; it holds: advantages, old_log_probs"),
         ({"advantages": (6,)}, r"advantages has shape \(6,\); expected \(8,\) or \(8, 6\)"),
-        ({"advantages": (8, 1)}, r"advantages has shape \(8, 1\); expected \(8,\) or \(8, 6\)"),
-        ({"old_log_probs": (8, 1)}, r"old_log_probs has shape \(8, 1\) but log_probs has \(8, 6\)"),
-        ({"rollout_keep": (8,)}, r"rollout_keep has shape \(8,\) but log_probs has \(8, 6\)"),
-        ({"rollout_is_weights": (8, 1)}, r"rollout_is_weights has shape \(8, 1\) but log_probs has \(8, 6\)"),
         ({"ref_log_probs": (8,)}, r"ref_log_probs has shape \(8,\) but log_probs has \(8, 6\)"),
         ({"ref_log_probs": None}, r"data \(use_kl_loss=true\) lacks 'ref_log_probs'; it holds: advantages"),
     ],
@@ -466,38 +466,6 @@ def test_errors_name_what_is_missing_or_misshapen(change, message):
         data[name] = None if shape is None else torch.ones(shape, dtype=F64)
     with pytest.raises(ValueError, match=message):
         token_loss(make_config(kl=0.1), {"log_probs": new}, data)
-
-
-def test_diffusion_loss_says_where_tokens_go():
-    new, data = random_batch()
-    with pytest.warns(UserWarning, match="response_mask, so diffusion_loss hands it to flowgrpo_rc.token_loss"):
-        loss, _ = diffusion_loss(make_config(), {"log_probs": new}, data)
-    with pytest.warns(UserWarning, match="flowgrpo_rc.token_loss"):
-        sums = diffusion_loss_sums(make_config(), {"log_probs": new}, data)
-    assert_close(loss, token_loss(make_config(), {"log_probs": new}, data)[0], **EXACT)
-    assert_close(sums.loss_sum / sums.denominator, loss, **EXACT)
-
-
-def test_tokens_need_a_mask():
-    new, data = random_batch()
-    del data["response_mask"]
-    with pytest.raises(ValueError, match="data lacks 'response_mask'; it holds: advantages, old_log_probs"):
-        token_loss(make_config(), {"log_probs": new}, data)
-
-
-def test_a_flat_mask_beside_flat_log_probs_is_refused():
-    new, data = random_batch()
-    flat = {k: v[:, 0] for k, v in data.items()}
-    with pytest.raises(ValueError, match=r"on the token path both must be \(B, T\)"):
-        token_loss(make_config(), {"log_probs": new[:, 0]}, flat)
-
-
-@pytest.mark.parametrize("mode", ["bypass ppo_clip", "bypass reinforce"])
-def test_a_non_finite_log_prob_at_a_valid_token_is_an_error_in_bypass(mode):
-    new, data = random_batch()
-    new[1, 1] = math.nan
-    with pytest.raises(ValueError, match=r"1 of 48 positions .* the first is \(1, 1\)"):
-        token_loss(make_config(mode), {"log_probs": new}, data)
 
 
 # ---------------------------------------------------------------- ranks

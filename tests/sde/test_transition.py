@@ -175,21 +175,15 @@ def test_a_type_of_step_is_added_by_one_row(monkeypatch):
     assert log_prob(step, one(2.5)[None], sde_type="constant").item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("start", [1.0, 1 - 1e-6, 0.99967, 0.999])
-def test_a_schedule_that_starts_just_below_pure_noise_takes_an_ordinary_first_step(start):
-    """Flow-GRPO's substitution at 1, also for the first levels of UniPC (1 - 1e-6) and DPM (.99967, .999)."""
-    sigma = torch.tensor([start], dtype=torch.float64)
-    following = torch.tensor([0.9], dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("start", "after", "gap"), [(1.0, 0.9, 0.1), (1 - 1e-6, 0.9, 0.1), (0.99967, 0.9, 0.1), (0.9983, 0.9966, 0.0017)]
+)
+def test_a_schedule_that_starts_just_below_pure_noise_takes_an_ordinary_first_step(start, after, gap):
+    """Flow-GRPO's substitution at 1, also for the first levels of UniPC (1 - 1e-6) and DPM (.99967).
+
+    At .9983, shift 12 in 50 steps, a step of about the same size follows: that level keeps its own.
+    """
     x = torch.ones(1, 4, dtype=torch.float64)
-    step = transition(x, x, sigma, following, noise_level=0.7, sde_type="sde")
-    assert step.step_std.item() == pytest.approx(0.7 * math.sqrt(start / 0.1 * (start - 0.9)))
+    step = transition(x, x, one(start), one(after), noise_level=0.7, sde_type="sde")
+    assert step.step_std.item() == pytest.approx(0.7 * math.sqrt(start / gap * (start - after)))
     assert 0.6 < step.step_std.item() < 0.75
-
-
-def test_a_second_level_near_pure_noise_keeps_its_own():
-    """Shift 12 in 50 steps: .9983 is followed by a step of about the same size."""
-    sigma = torch.tensor([0.9983], dtype=torch.float64)
-    following = torch.tensor([0.9966], dtype=torch.float64)
-    x = torch.ones(1, 4, dtype=torch.float64)
-    step = transition(x, x, sigma, following, noise_level=0.7, sde_type="sde")
-    assert step.step_std.item() == pytest.approx(0.7 * math.sqrt(0.9983 / 0.0017 * 0.0017))
