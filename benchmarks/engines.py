@@ -17,7 +17,7 @@ from typing import Any
 from machine import describe
 from training_runs import train
 
-from flowgrpo_rc.trainer.performance import TRAINING_STAGES
+from flowgrpo_rc.trainer.timer import TRAINING_STAGES
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "engines.json"

@@ -41,7 +41,7 @@ from flowgrpo_rc.correction.plan import CorrectionPlan
 from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer import trainer as trainer_module
-from flowgrpo_rc.trainer.performance import TRAINING_STAGES
+from flowgrpo_rc.trainer.timer import TRAINING_STAGES
 
 MODES = {
     "bypass": ("algorithm.rollout_correction.bypass_mode=true",),

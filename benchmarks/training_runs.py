@@ -21,7 +21,7 @@ from typing import Any
 
 from machine import describe
 
-from flowgrpo_rc.trainer.performance import TRAINING_STAGES
+from flowgrpo_rc.trainer.timer import TRAINING_STAGES
 
 HERE = Path(__file__).resolve().parent
 CONFIG = "tiny_qwen_image_ocr"

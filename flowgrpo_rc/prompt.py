@@ -36,11 +36,8 @@ class ReferenceImage:
     """Bytes of the file, if the prompt file contains them."""
 
     def read(self) -> bytes:
-        """The bytes of its file.
-
-        Raises:
-            ValueError: the file is gone, or another than when the prompts were read; names source and file.
-        """
+        """The bytes of its file. Raises ``ValueError`` with source and file if it is gone, or has changed since the
+        prompts were read."""
         if self.content is not None:
             return self.content
         try:

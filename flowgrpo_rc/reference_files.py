@@ -1,8 +1,4 @@
-"""Reader of the column ``images`` of a prompt file. It checks every file once; models and rewards decode it later.
-
-The check reads an image's header and finds a file that is cut off: by the checksums of a PNG, the end mark of a JPEG.
-Files of other formats are decoded.
-"""
+"""Reader of the column ``images`` of a prompt file. It checks every file once; models and rewards decode it later."""
 
 import io
 import os
@@ -21,8 +17,6 @@ IMAGES_KEY = "images"
 LARGEST_PIXELS = 8192 * 8192
 """Of one image. A small file can claim to be a picture of any size."""
 _FORMS = "a path, an image file's bytes (parquet), a mapping with 'bytes' or 'path', or a list of these"
-_ORIENTATION = 0x0112
-"""EXIF tag of a picture's orientation; from 5 on its sides are exchanged."""
 _DEEP_MODES = ("I", "F")
 """Pillow's modes with integers or floats for values have names that begin with these letters."""
 _PNG_BIT_DEPTH = 24
@@ -94,7 +88,7 @@ def _content(path: str, text: str, source: str) -> bytes:
 
 def _looked_at(content: bytes, name: str, source: str) -> ReferenceImage:
     """The image of these bytes, which must be a whole one."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     named = f"{source}: the image {name}"
     # Reported apart from damage, because the remedies differ.
@@ -107,7 +101,8 @@ def _looked_at(content: bytes, name: str, source: str) -> ReferenceImage:
             warnings.simplefilter("ignore")  # of sizes, which are judged here, and of odd metadata
             with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
                 fault = _fault(image, content)
-            width, height = (0, 0) if fault is not None else _upright_size(content)
+                # Decoded once: that finds a file which is cut off, and an orientation behind the pixels.
+                width, height = (0, 0) if fault is not None else ImageOps.exif_transpose(image).size
     except UnidentifiedImageError as error:
         known = ", ".join(IMAGE_FORMATS)
         raise ValueError(f"{named} is not an image of a known format; give one of {known}") from error
@@ -120,20 +115,6 @@ def _looked_at(content: bytes, name: str, source: str) -> ReferenceImage:
     return ReferenceImage(content_digest(content), width, height, source)
 
 
-def _upright_size(content: bytes) -> tuple[int, int]:
-    """Width and height as the picture is shown; raises what the decoder raises where the file is damaged."""
-    from PIL import Image, ImageOps
-
-    with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
-        image.verify()
-    with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
-        ended = image.format in ("JPEG", "MPO") and content.rstrip(b"\0").endswith(b"\xff\xd9")
-        if not ended and image.format != "PNG":
-            return ImageOps.exif_transpose(image).size
-        width, height = image.size
-        return (height, width) if _orientation(image, content) >= 5 else (width, height)
-
-
 def _fault(image: Any, content: bytes) -> str | None:
     """The reason to refuse an image that can be decoded, or ``None``."""
     if image.width * image.height > LARGEST_PIXELS:
@@ -144,23 +125,12 @@ def _fault(image: Any, content: bytes) -> str | None:
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if frames > 1:
         return f"holds {frames} pictures (an animation or several pages); save one of them"
-    if image.mode.startswith(_DEEP_MODES) or _bits_per_value(image, content) > 8:
+    # Pillow opens 16-bit colours as 8-bit ones, so that its mode does not show them.
+    bits = 8
+    if image.format == "PNG":
+        bits = content[_PNG_BIT_DEPTH]
+    elif image.format == "TIFF":
+        bits = max(image.tag_v2.get(_TIFF_BITS_PER_SAMPLE, (8,)))
+    if image.mode.startswith(_DEEP_MODES) or bits > 8:
         return f"has more than 8 bits a value (mode {image.mode}), which would be cut off; save it with 8"
     return None
-
-
-def _bits_per_value(image: Any, content: bytes) -> int:
-    """Bits of a channel in the file. Pillow opens 16-bit colours as 8-bit ones, so its mode does not show them."""
-    if image.format == "PNG":
-        return content[_PNG_BIT_DEPTH]
-    if image.format == "TIFF":
-        return max(image.tag_v2.get(_TIFF_BITS_PER_SAMPLE, (8,)))
-    return 8
-
-
-def _orientation(image: Any, content: bytes) -> int:
-    # Pillow decodes a whole PNG to look for a tag behind the pixels.
-    if image.format == "PNG" and b"eXIf" not in content and b"tiff:Orientation" not in content:
-        return 1
-    found = image.getexif().get(_ORIENTATION, 1)
-    return found if isinstance(found, int) and 1 <= found <= 8 else 1

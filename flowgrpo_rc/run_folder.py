@@ -114,11 +114,8 @@ class RunFolder:
         return any(_has_content(self.root / name) for name in RECORDS)
 
     def write_config(self, config: dict[str, Any]) -> list[str]:
-        """Write the resolved configuration; returns the names of an earlier, different one that was moved aside.
-
-        Raises:
-            RunFolderError: it cannot be written.
-        """
+        """Write the resolved configuration, or raise ``RunFolderError``. Returns the names of an earlier, different one
+        that was moved aside."""
         from omegaconf import OmegaConf
 
         text = OmegaConf.to_yaml(OmegaConf.create(config)).encode("utf-8", "backslashreplace")
@@ -132,11 +129,8 @@ class RunFolder:
         return moved
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add one line to ``metrics.jsonl``, which is on the disk when this returns.
-
-        Raises:
-            RunFolderError: it cannot be written; the file is as it was, without a part of the line.
-        """
+        """Add one line to ``metrics.jsonl``, on the disk when this returns. Raises ``RunFolderError`` if it cannot be
+        written; the file is then as it was, without a part of the line."""
         _append(self.metrics, row)
 
     def append_to_timeline(self, row: dict[str, Any]) -> None:
@@ -258,17 +252,9 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def sync_path(path: Path) -> None:
-    """``fsync`` of a closed file, or of a folder's list of names where the system can do that.
-
-    Raises:
-        OSError: the disk does not take the bytes.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
-        if path.is_dir():
-            return
-        raise
+    """``fsync`` of a closed file, or of a folder's list of names where the system can do that. Raises ``OSError`` if
+    the disk does not take the bytes."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         _sync(descriptor)
     finally:

@@ -96,12 +96,7 @@ def loss_and_slope(path, mode, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("path", ["steps", "tokens"])
 @pytest.mark.parametrize(
-    "mode",
-    [
-        {"bypass_mode": False},
-        {"bypass_mode": True},
-        {"bypass_mode": True, "loss_type": "reinforce"},
-    ],
+    "mode", [{"bypass_mode": False}, {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}]
 )
 def test_both_paths_equal_the_cpu(mode, path, dtype):
     """The inputs are rounded before they reach the device, so only the arithmetic differs."""

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from flowgrpo_rc.actor.agreement import on_any_process
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.actor.rows import MicroBatch, RecordedSteps, present_as_old
@@ -31,7 +31,7 @@ from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
 from flowgrpo_rc.models.attention import use_attention_backend
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora, base_parameters, load_lora
+from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, attach_lora, base_parameters, load_lora
 from flowgrpo_rc.sde import Transition, log_prob, transition
 from flowgrpo_rc.transfers import queued_to_host, to_host
 
@@ -136,11 +136,8 @@ class DiffusionActor:
         self.load_average(None)
 
     def load_adapter(self, folder: Path) -> None:
-        """Load LoRA weights that ``save_lora`` wrote, and start their moving average, if one is kept, from them.
-
-        Raises:
-            AdapterMismatchError: the file's adapter is not of this shape.
-        """
+        """Load LoRA weights that ``save_lora`` wrote, and start their moving average, if one is kept, from them. Raises
+        ``AdapterMismatchError`` if the file's adapter is not of this shape."""
         load_lora(self.transformer, folder)
         self.load_average(None)
 
@@ -288,9 +285,8 @@ class DiffusionActor:
     def _optimizer_step(self, update: "_Update", mini: MiniBatch) -> tuple[LossMetrics, MiniBatch, float | None]:
         """Accumulate one mini-batch, reduce over ranks, divide, clip, step.
 
-        Returns:
-            The metrics, the mini-batch with its old policy, and the gradient's norm. The norm is ``None`` if rejection
-            kept nothing and no step was taken.
+        Returns the metrics, the mini-batch with its old policy, and the gradient's norm: ``None`` if rejection kept
+        nothing and no step was taken.
         """
         self.optimizer.zero_grad(set_to_none=True)
         done = self._backward(update, mini)
@@ -449,7 +445,7 @@ class DiffusionActor:
             output["transition_means"] = step.mean
             output["transition_stds"] = step.step_std
         if reference:
-            with torch.no_grad(), adapter_disabled(self.transformer):
+            with torch.no_grad(), adapter_active(self.transformer, None):
                 output["ref_transition_means"] = self._transition(data, micro.conditioning).mean
         return output
 
@@ -591,3 +587,18 @@ def _read(log_probs: Tensor, metrics: LossMetrics, norm: Tensor) -> tuple[Tensor
     figures = torch.cat([part.double() for part in parts]).cpu()
     values, sums, extremes, size = figures.split([len(part) for part in parts])
     return values.view(log_probs.shape).to(log_probs.dtype), LossMetrics(metrics.names, sums, extremes), float(size)
+
+
+def on_any_process(flag: Tensor | bool) -> bool:
+    """True if ``flag``, one boolean, is true on any process. Collective: every process must call.
+
+    A process that stops alone leaves the others waiting in the next collective, which with a sharded transformer is the
+    next forward pass.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return bool(flag)
+    # NCCL reduces integers, not booleans.
+    found = torch.as_tensor(flag, device=state.device).int()
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return bool(found)

@@ -40,13 +40,8 @@ class MicroBatch(NamedTuple):
 
 
 class RecordedSteps:
-    """The rows of a batch, for one update or one scoring pass.
-
-    Args:
-        batch: trajectories, on the host.
-        conditioning: embeddings that ``prompt_index`` points into.
-        device: the actor's device.
-    """
+    """The rows of a batch on the host, for one update or one scoring pass on ``device``; ``prompt_index`` points into
+    ``conditioning``."""
 
     def __init__(self, batch: TensorDict, conditioning: Conditioning, device: torch.device) -> None:
         self.window = int(batch[Key.TIMESTEPS].shape[1])
@@ -67,11 +62,8 @@ class RecordedSteps:
     ) -> Iterator[MicroBatch]:
         """Yield the steps of some images, in their order, as micro-batches of at most ``size`` rows.
 
-        Args:
-            images: rows of the batch.
-            size: rows per micro-batch.
-            rollout_means: include the engine's transition means, if the batch has them.
-            old: the old policy of these images; its values join the rows' data under the keys of a batch.
+        With ``rollout_means`` they have the engine's transition means, if the batch has them. The values of ``old``,
+        the old policy of these images, join the rows' data under the keys of a batch.
         """
         rows = (images[:, None] * self.window + torch.arange(self.window)).flatten()
         # The same indices on both sides: latents are gathered on the host, scalars on the device.
@@ -102,19 +94,14 @@ class RecordedSteps:
 def present_as_old(
     mode: ModeInForce, data: Mapping[str, Tensor], output: Mapping[str, Tensor], window: int
 ) -> dict[str, Tensor]:
-    """The current policy in the place of the old one, from a micro-batch's own forward pass.
+    """The current policy in the place of the old one, from the forward pass of a micro-batch with the rows ``data``.
 
     In decoupled mode this is exact before the first optimizer step of a batch. In bypass mode the rollout is the old
-    policy, and only weights and rejection come from here.
-
-    Args:
-        mode: the mode in force.
-        data: the micro-batch's rows.
-        output: ``log_probs`` ``(n,)``, and ``transition_means`` for objectives that compare them.
-        window: steps per image. If the mode couples steps, the rows are whole windows.
+    policy, and only weights and rejection come from here. If the mode couples steps, the rows are whole windows.
 
     Returns:
-        Log-probs, means, weights and the keep-mask, each ``(n, ...)``, under the keys of a batch.
+        Log-probs, means (if ``output`` has them), weights and the keep-mask, each ``(n, ...)``, under the keys of a
+        batch.
     """
     present = output["log_probs"].detach()
     log_probs = present

@@ -44,11 +44,8 @@ class DataConfig(Section):
 
 
 def file_list(field_name: str, files: str | Sequence[str] | None) -> list[str]:
-    """``files``, one path or several, as a list; empty when it is None or an empty string or sequence.
-
-    Raises:
-        ValueError: ``files`` is neither a string nor a sequence of strings, or one holds a NUL character.
-    """
+    """``files``, one path or several, as a list; empty when it is None or an empty string or sequence. Raises
+    ``ValueError`` for anything but a string or a sequence of strings, and for a NUL character."""
     # YAML's null and an empty override both mean no file.
     if files is None or files == "":
         return []

@@ -110,8 +110,7 @@ def _read_file(path: Path, prompt_key: str) -> list[PromptRecord]:
 
 def _text_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
     for source, line in _lines(path):
-        _check_characters(line, "the prompt", source)
-        yield _record(line, "the prompt", source)
+        yield PromptRecord(prompt=_prompt(line, "the prompt", source), source=source)
 
 
 def _json_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
@@ -145,7 +144,7 @@ def _parquet_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
             try:
                 table = file.read_row_group(group)
                 table.validate(full=True)
-                found = _in_microseconds(table).to_pylist()
+                found = table.to_pylist()
             except damage as error:
                 raise ValueError(
                     f"{path} is damaged in rows {first} to {first + rows - 1} ({one_line(error, 200)}); copy it again"
@@ -153,24 +152,6 @@ def _parquet_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
             for number, row in enumerate(found, start=first):
                 yield _row_record(row, prompt_key, f"{path}:{number}")
             first += rows
-
-
-def _in_microseconds(table: Any) -> Any:
-    """The table with times in microseconds: pandas writes nanoseconds, which Python's times cannot hold."""
-    import pyarrow
-
-    for i, column in enumerate(table.schema):
-        kind = column.type
-        if getattr(kind, "unit", None) != "ns":
-            continue
-        if pyarrow.types.is_timestamp(kind):
-            coarser = pyarrow.timestamp("us", kind.tz)
-        elif pyarrow.types.is_duration(kind):
-            coarser = pyarrow.duration("us")
-        else:
-            coarser = pyarrow.time64("us")
-        table = table.set_column(i, column.name, table.column(i).cast(coarser, safe=False))
-    return table
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[PromptRecord]]] = {
@@ -208,53 +189,45 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 def _row_record(row: Mapping[str, Any], prompt_key: str, source: str) -> PromptRecord:
     _check_has(prompt_key, list(row), source)
     negative = row.get(NEGATIVE_KEY)
-    return _record(
-        _text(row[prompt_key], prompt_key, source),
-        repr(prompt_key),
-        source,
-        negative_prompt=None if negative is None else _text(negative, NEGATIVE_KEY, source),
+    return PromptRecord(
+        prompt=_prompt(row[prompt_key], repr(prompt_key), source),
+        negative_prompt=None if negative is None else _text(negative, repr(NEGATIVE_KEY), source),
         metadata={key: value for key, value in row.items() if key not in (prompt_key, NEGATIVE_KEY)},
+        source=source,
     )
 
 
-def _record(prompt: str, name: str, source: str, **others: Any) -> PromptRecord:
+def _prompt(value: Any, name: str, source: str) -> str:
+    text = _text(value, name, source)
     # A blank prompt has nothing that a reward could check.
-    if all(unicodedata.category(character) in _INVISIBLE for character in prompt):
+    if all(unicodedata.category(character) in _INVISIBLE for character in text):
         raise ValueError(f"{source}: {name} is blank; write a prompt or remove the row")
-    return PromptRecord(prompt=prompt, source=source, **others)
+    return text
 
 
-def _check_characters(text: str, name: str, source: str) -> None:
-    """Refuse control characters besides tab and line ends."""
+def _text(value: Any, name: str, source: str) -> str:
+    """A string, or the user's last message in a list of chat messages, without control characters."""
+    if not isinstance(value, str | list):
+        raise ValueError(
+            f"{source}: {name} is a {type(value).__name__}; it must be a string or a list of chat messages"
+        )
+    text: Any = value
+    if isinstance(value, list):
+        contents = [one.get("content") for one in value if isinstance(one, dict) and one.get("role") == "user"]
+        text = contents[-1] if contents else None
+        # Content of several parts (text and image) belongs into the column ``images``.
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{source}: {name} is a list without a user's text; its last message of role 'user' must have a "
+                "string as its content"
+            )
     found = _CONTROL.search(text)
     if found is not None:
         raise ValueError(
             f"{source}: {name} holds the control character U+{ord(found.group()):04X} at character "
             f"{found.start() + 1}; remove it, or save the file again from its source"
         )
-
-
-def _text(value: Any, key: str, source: str) -> str:
-    """A plain string, or the user's last message in a list of chat messages."""
-    if isinstance(value, str):
-        _check_characters(value, repr(key), source)
-        return value
-    if not isinstance(value, list):
-        raise ValueError(
-            f"{source}: {key!r} is a {type(value).__name__}; it must be a string or a list of chat messages"
-        )
-    said = [(message.get("role"), message.get("content")) for message in value if isinstance(message, dict)]
-    for _, content in said:
-        if isinstance(content, str):
-            _check_characters(content, repr(key), source)
-    contents = [content for role, content in said if role == "user"]
-    # Content of several parts (text and image) belongs into the column ``images``.
-    if not contents or not isinstance(contents[-1], str):
-        raise ValueError(
-            f"{source}: {key!r} is a list without a user's text; its last message of role 'user' must have a "
-            "string as its content"
-        )
-    return contents[-1]
+    return text
 
 
 def _check_has(prompt_key: str, columns: Sequence[str], where: str) -> None:

@@ -79,12 +79,8 @@ class PromptSampler:
         return {"epoch": epoch, "position": position, **{name: getattr(self, name) for name in _SETTINGS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken.
-
-        Raises:
-            ValueError: ``state`` comes from a sampler of another data set or other settings; continuing would
-                repeat or skip prompts.
-        """
+        """Continue where ``state`` was taken. Raises ``ValueError`` if that was a sampler of another data set or other
+        settings: continuing would repeat or skip prompts."""
         for name, field in _SETTINGS.items():
             own = getattr(self, name)
             # Another size or seed gives another order, in which the position would repeat or skip prompts.
@@ -93,14 +89,8 @@ class PromptSampler:
                     f"the saved data position belongs to {name}={state[name]}, this run has {own}; "
                     f"resume with the same {field} or start a new run with trainer.resume_mode=disable"
                 )
-        epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position < self.batches_per_epoch:
-            raise ValueError(
-                f"the saved data position, epoch {epoch} and batch {position}, does not exist: an epoch has "
-                f"{self.batches_per_epoch} batches; the checkpoint is damaged"
-            )
-        self.epoch = epoch
-        self._position = position
+        self.epoch = int(state["epoch"])
+        self._position = int(state["position"])
 
     def _order(self) -> np.ndarray:
         """(num_prompts,) int64: the order of the present epoch."""

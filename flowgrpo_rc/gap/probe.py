@@ -18,8 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor import DiffusionActor
-from flowgrpo_rc.actor.actor import NonFiniteUpdateError
-from flowgrpo_rc.actor.agreement import on_any_process
+from flowgrpo_rc.actor.actor import NonFiniteUpdateError, on_any_process
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands

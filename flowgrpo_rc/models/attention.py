@@ -48,16 +48,12 @@ def check_attention_backend(
     """Make sure that the transformers of a pipeline class can compute with the backend ``name``; loads no model.
 
     Attention of a few tokens is computed with it on ``device`` in ``dtype``, with a mask where the family has one, and
-    compared with ``NATIVE`` in float32; where the backend ``trains``, so are the gradients.
-
-    Args:
-        field: the setting, for messages.
-        name: one of ``ATTENTION_BACKENDS``; null, the family's own way, is not tried.
-        folder: folder of the pipeline; its transformer's configuration holds the size of a head.
+    compared with ``NATIVE`` in float32; where the backend ``trains``, so are the gradients. Null, the family's own way,
+    is not tried. The configuration in the pipeline's ``folder`` holds the size of a head.
 
     Raises:
         ValueError: the family has one way to compute attention, or the backend does not work here: a package or a GPU
-            is missing, or it has no gradient, no mask or not this precision. Names the fault and the remedy.
+            is missing, or it has no gradient, no mask or not this precision. Names ``field``, fault and remedy.
     """
     if name is None:
         return
@@ -72,7 +68,10 @@ def check_attention_backend(
     # A backend may work without a mask and fail with one.
     adapter = resolve_name(family.adapter)
     masks = adapter.masks_prompts or adapter.masks_attention
-    fault = _fault(name, _head(folder), masks, dtype, device, trains)
+    file = Path(folder) / "transformer" / "config.json"
+    # A pipeline on the hub has no folder yet.
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    fault = _fault(name, config.get("attention_head_dim") or USUAL_HEAD, masks, dtype, device, trains)
     if fault:
         how = " with a mask" * masks + " and a gradient" * trains
         raise ValueError(
@@ -128,11 +127,3 @@ def _attend(values: torch.Tensor, mask: torch.Tensor | None, name: str, trains: 
     if not trains:
         return [out]
     return [out.detach(), *torch.autograd.grad(out.float().square().sum(), parts)]
-
-
-def _head(folder: str) -> int:
-    """Channels of an attention head, from a pipeline's folder."""
-    file = Path(folder) / "transformer" / "config.json"
-    # A pipeline on the hub has no folder yet.
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return config.get("attention_head_dim") or USUAL_HEAD

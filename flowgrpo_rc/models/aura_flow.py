@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, Prompts
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning
 from flowgrpo_rc.models.latents import SpatialLatents
 
 
 class AuraFlow(SpatialLatents):
-    """Adapter of ``diffusers.AuraFlowPipeline``. Latents are ``(channels, H / 8, W / 8)``.
-
-    ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance.
-    """
+    """Adapter of ``diffusers.AuraFlowPipeline``. Latents are ``(channels, H / 8, W / 8)``."""
 
     default_lora_targets = tuple(f"attn.{layer}" for layer in JOINT_ATTENTION)
     longest_prompt = 512
@@ -28,13 +25,11 @@ class AuraFlow(SpatialLatents):
         side = math.isqrt(self.transformer.config.pos_embed_max_size)
         return side, side
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
         return {
             "hidden_states": latents.to(dtype),
             "timestep": (timesteps / 1000).to(dtype),
-            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "encoder_hidden_states": cond.prompts.embeds.to(dtype),
         }
 
     def _rounded_timesteps(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:

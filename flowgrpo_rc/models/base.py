@@ -232,8 +232,7 @@ class DiffusionModel(ABC):
     ) -> None:
         """Raise ``ValueError`` for a size or a guidance that the model does not support.
 
-        Args:
-            section: section of ``actor_rollout_ref.rollout`` that holds the settings, for messages.
+        The messages name it in this ``section`` of ``actor_rollout_ref.rollout``.
         """
         here = f"actor_rollout_ref.rollout.{section}"
         size = f"{here}.height={height}, width={width}"
@@ -335,18 +334,23 @@ class DiffusionModel(ABC):
         """
         negative = conditioning.negative
         if negative is None:
-            return self._forward(transformer, latents, timesteps, conditioning.prompts, conditioning)
-        if self.batch_guidance and not detach_unconditional and self._can_join(conditioning.prompts, negative):
+            return self._forward(transformer, latents, timesteps, conditioning)
+        # Prompts of other lengths can join them only if the transformer ignores the padding.
+        joins = self.masks_prompts or conditioning.prompts.embeds.shape[1] == negative.embeds.shape[1]
+        if self.batch_guidance and joins and not detach_unconditional:
             # One call with twice the rows: a small batch leaves a GPU waiting for the next launch.
-            twice = torch.cat([latents, latents])
-            prompts = conditioning.prompts.followed_by(negative)
-            cond, uncond = self._forward(transformer, twice, timesteps.repeat(2), prompts, conditioning).chunk(2)
+            twice = replace(conditioning, prompts=conditioning.prompts.followed_by(negative))
+            both = self._forward(transformer, torch.cat([latents, latents]), timesteps.repeat(2), twice)
+            cond, uncond = both.chunk(2)
         else:
-            cond = self._forward(transformer, latents, timesteps, conditioning.prompts, conditioning)
+            cond = self._forward(transformer, latents, timesteps, conditioning)
             # After the conditional half: autocast keeps the weights that it has rounded, with their graph or without.
             with torch.set_grad_enabled(torch.is_grad_enabled() and not detach_unconditional):
-                uncond = self._forward(transformer, latents, timesteps, negative, conditioning)
-        return self._guide(cond, uncond, conditioning.true_cfg_scale)
+                uncond = self._forward(transformer, latents, timesteps, replace(conditioning, prompts=negative))
+        guided = uncond + conditioning.true_cfg_scale * (cond - uncond)
+        if self.keeps_conditional_norm:
+            guided = guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+        return guided
 
     def as_embedded(
         self, timesteps: Float[Tensor, " B"], conditioning: Conditioning, dtype: torch.dtype
@@ -368,11 +372,8 @@ class DiffusionModel(ABC):
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, " B *L"], height: int, width: int) -> UInt8[Tensor, "B H W 3"]:
-        """Images of clean latents, on the host.
-
-        Raises:
-            NonFiniteImageError: a pixel is NaN or infinite; names the images and the remedy.
-        """
+        """Images of clean latents, on the host. Raises ``NonFiniteImageError`` with the images and the remedy if a
+        pixel is NaN or infinite."""
         # By area, not by rows: one image of 2048 pixels to a side is as large as sixteen of 512.
         at_once = max(1, PIXELS_DECODED_AT_ONCE // (height * width))
         images: list[Tensor] = []
@@ -388,14 +389,11 @@ class DiffusionModel(ABC):
         bad = (~torch.cat(finite)).nonzero().flatten().tolist()
         if bad:
             dtype = self.pipe.vae.dtype
-            remedy = "that precision is too low for it, so set actor_rollout_ref.model.dtype=float32 or bfloat16"
-            if dtype == torch.bfloat16:
-                remedy = remedy.removesuffix(" or bfloat16")
-            elif dtype == torch.float32:
-                remedy = (
-                    f"the latents reach {float(latents.abs().max()):.3g}: go back to a checkpoint from before it "
-                    "diverged, or repair the model if its vae is damaged"
-                )
+            others = "float32" if dtype == torch.bfloat16 else "float32 or bfloat16"
+            remedy = f"that precision is too low for it, so set actor_rollout_ref.model.dtype={others}"
+            if dtype == torch.float32:
+                remedy = f"the latents reach {float(latents.abs().max()):.3g}: go back to a checkpoint from before it "
+                remedy += "diverged, or repair the model if its vae is damaged"
             raise NonFiniteImageError(
                 f"the vae decoded {len(bad)} of {len(latents)} images (rows {bad[:8]}) to pixels that are NaN or "
                 f"infinite, in {dtype_name(dtype)}; {remedy}"
@@ -416,14 +414,8 @@ class DiffusionModel(ABC):
         """Most rows and columns of tokens that have positions."""
         return sys.maxsize, sys.maxsize
 
-    def _can_join(self, prompts: Prompts, negative: Prompts) -> bool:
-        """One call can take both: their lengths are equal, or the transformer ignores the padding."""
-        return self.masks_prompts or prompts.embeds.shape[1] == negative.embeds.shape[1]
-
-    def _forward(
-        self, transformer: Any, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> Tensor:
-        inputs = self._inputs(compute_dtype(transformer), latents, timesteps, prompts, conditioning)
+    def _forward(self, transformer: Any, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> Tensor:
+        inputs = self._inputs(compute_dtype(transformer), latents, timesteps, cond)
         # Guidance multiplies differences of velocities, and with them any rounding: float32 from here on.
         return self._velocity_of(self._call(transformer, inputs), latents).float()
 
@@ -437,43 +429,27 @@ class DiffusionModel(ABC):
         return output[:, : latents.shape[1]]
 
     @abstractmethod
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
         """Keyword arguments of the transformer; the same for diffusers and vLLM-Omni."""
 
     def _rounded_timesteps(self, timesteps: Float[Tensor, " B"], dtype: torch.dtype) -> Float[Tensor, " B"]:
-        """``timesteps`` as pipeline and transformer round them in ``dtype`` before the embedding, in float32.
-
-        Most families do not round them.
-        """
+        """``timesteps`` as pipeline and transformer round them in ``dtype`` before the embedding; most do not."""
         return timesteps
 
     @staticmethod
     def _embedded_guidance(timesteps: Float[Tensor, " B"], conditioning: Conditioning) -> Float[Tensor, " B"] | None:
         """Guidance argument of a guidance-distilled transformer; ``None`` for others."""
-        if conditioning.guidance_scale is None:
-            return None
-        return torch.full_like(timesteps, conditioning.guidance_scale)
+        scale = conditioning.guidance_scale
+        return None if scale is None else torch.full_like(timesteps, scale)
 
     @staticmethod
     def _with_references(latents: Tensor, prompts: Prompts) -> Tensor:
         """Packed latents followed by the tokens of the reference images."""
         return latents if prompts.references is None else torch.cat([latents, prompts.references.to(latents)], 1)
 
-    def _guide(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """The guided velocity, from the conditional and the unconditional one."""
-        guided = uncond + scale * (cond - uncond)
-        if self.keeps_conditional_norm:
-            guided = guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-        return guided
-
     def _scheduler(self) -> Any:
-        """A copy of the pipeline's scheduler, which gives timesteps and noise levels; the steps are always Euler's.
-
-        Raises:
-            UnsupportedSchedulerError: the pipeline's steps are not those of a flow.
-        """
+        """A copy of the pipeline's scheduler; the steps over its noise levels are always Euler's. Raises
+        ``UnsupportedSchedulerError`` if the pipeline's steps are not those of a flow."""
         with only_errors(IMPORTS):
             from diffusers import FlowMatchEulerDiscreteScheduler
 

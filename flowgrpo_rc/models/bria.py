@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import Conditioning, EncodedPrompt
 from flowgrpo_rc.models.chroma import Chroma
 from flowgrpo_rc.prompt import Prompt, texts
 from flowgrpo_rc.quiet import only_errors
@@ -16,7 +16,6 @@ class Bria(Chroma):
     """Adapter of ``diffusers.BriaPipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``.
 
     Prompts are padded to ``max_sequence_length`` with zeros, which count; the empty prompt is nothing but zeros.
-    ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``.
     """
 
     masks_attention = False
@@ -54,10 +53,8 @@ class Bria(Chroma):
         """``vae_scale_factor`` counts the packing already."""
         return self.pipe.vae_scale_factor
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
-        return self._tokens_and_places(dtype, latents, prompts, conditioning) | {"timestep": timesteps}
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
+        return self._tokens_and_places(dtype, latents, cond) | {"timestep": timesteps}
 
     def _rounded_timesteps(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:
         """The pipeline passes them in float32, and the transformer rounds them."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt
 from flowgrpo_rc.models.flux import Flux
 from flowgrpo_rc.prompt import Prompt, texts
 
@@ -37,14 +37,12 @@ class Chroma(Flux):
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
         return DiffusionModel.tokenizers(self, max_sequence_length)
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
-        assert prompts.pooled is not None
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
+        assert cond.prompts.pooled is not None
         # Built on the device from the number of ones: a host mask would be copied in every forward.
-        mask = torch.arange(prompts.embeds.shape[1], device=latents.device) < prompts.pooled
+        mask = torch.arange(cond.prompts.embeds.shape[1], device=latents.device) < cond.prompts.pooled
         mask = torch.cat([mask, mask.new_ones(latents.shape[:2])], 1)
-        inputs = self._tokens_and_places(dtype, latents, prompts, conditioning)
+        inputs = self._tokens_and_places(dtype, latents, cond)
         return inputs | {"timestep": timesteps.to(dtype) / 1000, "attention_mask": mask.to(dtype)}
 
     def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:

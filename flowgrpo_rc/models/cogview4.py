@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import Conditioning, EncodedPrompt
 from flowgrpo_rc.models.latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, texts
 from flowgrpo_rc.quiet import IMPORTS, only_errors
@@ -17,9 +17,8 @@ from flowgrpo_rc.quiet import IMPORTS, only_errors
 class CogView4(SpatialLatents):
     """Adapter of ``diffusers.CogView4Pipeline``. Latents are ``(channels, H / 8, W / 8)``.
 
-    ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance. A prompt is
-    encoded as by a pipeline that is called with it alone: its tokens are padded on the left to a multiple of 16, and
-    that padding counts. The padding that a batch of prompts adds does not count.
+    A prompt is encoded as by a pipeline that is called with it alone: its tokens are padded on the left to a multiple
+    of 16, and that padding counts. The padding that a batch of prompts adds does not count.
     """
 
     default_lora_targets = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0")
@@ -48,18 +47,16 @@ class CogView4(SpatialLatents):
     def prompt_tokens(self, max_sequence_length: int) -> int:
         return -(-max_sequence_length // 16) * 16
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
-        size = latents.new_tensor([[conditioning.height, conditioning.width]], dtype=dtype).expand(len(latents), 2)
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
+        size = latents.new_tensor([[cond.height, cond.width]], dtype=dtype).expand(len(latents), 2)
         return {
             "hidden_states": latents.to(dtype),
-            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "encoder_hidden_states": cond.prompts.embeds.to(dtype),
             "timestep": timesteps,
             "original_size": size,
             "target_size": size,
             "crop_coords": torch.zeros_like(size),
-            "attention_mask": prompts.mask,
+            "attention_mask": cond.prompts.mask,
         }
 
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:
@@ -69,10 +66,7 @@ class CogView4(SpatialLatents):
         steps = config.num_train_timesteps
         timesteps = np.linspace(steps, 1.0, num_inference_steps).astype(np.int64).astype(np.float32)
         mu = calculate_shift(
-            tokens,
-            config.get("base_image_seq_len", 256),
-            config.get("base_shift", 0.25),
-            config.get("max_shift", 0.75),
+            tokens, config.get("base_image_seq_len", 256), config.get("base_shift", 0.25), config.get("max_shift", 0.75)
         )
         return {"timesteps": timesteps, "sigmas": timesteps / steps, "mu": mu}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt
 from flowgrpo_rc.models.latents import PackedLatents, scaled_size
 from flowgrpo_rc.prompt import Prompt, ReferenceImage, as_prompt, texts
 
@@ -29,10 +29,7 @@ class Flux(PackedLatents):
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         # The third result are text positions, which ``_inputs`` makes for every length.
         embeds, pooled, _ = self.pipe.encode_prompt(
-            texts(prompts),
-            None,
-            device=self.pipe.text_encoder_2.device,
-            max_sequence_length=max_sequence_length,
+            texts(prompts), None, device=self.pipe.text_encoder_2.device, max_sequence_length=max_sequence_length
         )
         return [EncodedPrompt(row.cpu(), vector.cpu()) for row, vector in zip(embeds, pooled, strict=True)]
 
@@ -41,26 +38,22 @@ class Flux(PackedLatents):
         clip = int(self.pipe.tokenizer_max_length) - 2
         return [(self.pipe.tokenizer, clip), (self.pipe.tokenizer_2, max_sequence_length - 1)]
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
-        assert prompts.pooled is not None
-        return self._tokens_and_places(dtype, latents, prompts, conditioning) | {
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
+        assert cond.prompts.pooled is not None
+        return self._tokens_and_places(dtype, latents, cond) | {
             "timestep": timesteps.to(dtype) / 1000,
-            "guidance": self._embedded_guidance(timesteps, conditioning),
-            "pooled_projections": prompts.pooled.to(dtype),
+            "guidance": self._embedded_guidance(timesteps, cond),
+            "pooled_projections": cond.prompts.pooled.to(dtype),
         }
 
-    def _tokens_and_places(
-        self, dtype: torch.dtype, latents: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
-        rows = conditioning.height // self._multiple
-        columns = conditioning.width // self._multiple
+    def _tokens_and_places(self, dtype: torch.dtype, latents: Tensor, cond: Conditioning) -> dict[str, Any]:
+        rows = cond.height // self._multiple
+        columns = cond.width // self._multiple
         return {
             "hidden_states": latents.to(dtype),
-            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "encoder_hidden_states": cond.prompts.embeds.to(dtype),
             # Text has no place in the image: its positions are 0 on all three axes.
-            "txt_ids": torch.zeros(prompts.embeds.shape[1], 3, device=latents.device),
+            "txt_ids": torch.zeros(cond.prompts.embeds.shape[1], 3, device=latents.device),
             "img_ids": grid_positions(0, rows, columns, latents.device),
         }
 
@@ -104,13 +97,11 @@ class FluxKontext(Flux):
         latents = self.pipe._encode_vae_image(pixels, generator=None)
         return self.pipe._pack_latents(latents, 1, *latents.shape[1:])[0]
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
-        both = self._with_references(latents, prompts)
-        inputs = super()._inputs(dtype, both, timesteps, prompts, conditioning)
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
+        both = self._with_references(latents, cond.prompts)
+        inputs = super()._inputs(dtype, both, timesteps, cond)
         # On the first axis reference tokens have position 1, the drawing's 0.
-        places = [grid_positions(1, *grid, latents.device) for grid in prompts.reference_grids]
+        places = [grid_positions(1, *grid, latents.device) for grid in cond.prompts.reference_grids]
         return inputs | {"img_ids": torch.cat([inputs["img_ids"], *places])}
 
 

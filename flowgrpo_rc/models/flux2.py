@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt
 from flowgrpo_rc.models.latents import PackedLatents
 from flowgrpo_rc.prompt import Prompt, ReferenceImage, as_prompt, texts
 from flowgrpo_rc.quiet import IMPORTS, only_errors
@@ -19,10 +19,7 @@ MARK = "@"
 
 
 class Flux2Klein(PackedLatents):
-    """Adapter of ``diffusers.Flux2KleinPipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``.
-
-    ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance.
-    """
+    """Adapter of ``diffusers.Flux2KleinPipeline``. Latents are packed 2x2 patches, ``(tokens, channels)``."""
 
     default_lora_targets = tuple(f"attn.{layer}" for layer in (*JOINT_ATTENTION, "to_qkv_mlp_proj", "to_out"))
     """The attention; blocks that have one stream for image and prompt compute their feed-forward layer with it."""
@@ -91,26 +88,17 @@ class Flux2Klein(PackedLatents):
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
 
-    def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation ``(channels, 1, 1)`` of packed latents."""
-        # The VAE normalises packed latents with the statistics of a batch norm, not with one scale.
-        bn = self.pipe.vae.bn
-        std = torch.sqrt(bn.running_var + self.pipe.vae.config.batch_norm_eps)
-        return bn.running_mean[:, None, None], std[:, None, None]
-
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
-        target = (conditioning.height // self._multiple, conditioning.width // self._multiple)
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
+        target = (cond.height // self._multiple, cond.width // self._multiple)
         # The target's time is 0, that of the first reference 10, of the second 20.
-        grids = enumerate([target, *prompts.reference_grids])
+        grids = enumerate([target, *cond.prompts.reference_grids])
         image = torch.cat([_positions(10 * i, rows, columns, 1) for i, (rows, columns) in grids])
-        text = _positions(0, 1, 1, prompts.embeds.shape[1])
+        text = _positions(0, 1, 1, cond.prompts.embeds.shape[1])
         return {
-            "hidden_states": self._with_references(latents, prompts).to(dtype),
+            "hidden_states": self._with_references(latents, cond.prompts).to(dtype),
             "timestep": timesteps.to(dtype) / 1000,
-            "guidance": self._embedded_guidance(timesteps, conditioning),
-            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "guidance": self._embedded_guidance(timesteps, cond),
+            "encoder_hidden_states": cond.prompts.embeds.to(dtype),
             "txt_ids": text.to(latents.device).expand(len(latents), -1, -1),
             "img_ids": image.to(latents.device).expand(len(latents), -1, -1),
         }
@@ -124,8 +112,10 @@ class Flux2Klein(PackedLatents):
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         vae = self.pipe.vae
         grid = (height // self._multiple, width // self._multiple)
-        mean, std = self._statistics()
-        packed = latents.to(vae.device, vae.dtype).transpose(1, 2).unflatten(2, grid) * std + mean
+        # The VAE normalises packed latents with the statistics of a batch norm, not with one scale.
+        mean, std = vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
+        packed = latents.to(vae.device, vae.dtype).transpose(1, 2).unflatten(2, grid)
+        packed = packed * std[:, None, None] + mean[:, None, None]
         return vae.decode(self.pipe._unpatchify_latents(packed), return_dict=False)[0]
 
 

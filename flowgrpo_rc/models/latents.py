@@ -59,11 +59,8 @@ class SpatialLatents(DiffusionModel):
 
 
 def scaled_size(image: ReferenceImage, area: int, multiple: int) -> tuple[int, int]:
-    """Width and height of about ``area`` pixels with the image's aspect ratio, rounded to multiples of ``multiple``.
-
-    Raises:
-        ValueError: the image is so narrow that a side would have no pixels left.
-    """
+    """Width and height of about ``area`` pixels with the image's aspect ratio, in multiples of ``multiple``. Raises
+    ``ValueError`` if the image is so narrow that a side would have no pixels left."""
     ratio = image.width / image.height
     width = math.sqrt(area * ratio)
     height = width / ratio

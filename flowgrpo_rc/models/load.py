@@ -30,11 +30,8 @@ PROCESSOR = "processor"
 
 
 def read_pipeline_class(path: str) -> str:
-    """Class name in ``model_index.json`` of a folder or hub repository; loads no weights.
-
-    Raises:
-        UnsupportedModelError: no path, no such folder, no index, or a class without an adapter.
-    """
+    """Class name in ``model_index.json`` of a folder or hub repository; loads no weights. Raises
+    ``UnsupportedModelError`` for no path, no such folder, no index, or a class without an adapter."""
     return _find(path).class_name
 
 
@@ -107,30 +104,33 @@ class PipelineLoader:
         """Read transformer and VAE and run both once; the model is then whole but for its text encoders.
 
         ``shard`` moves a transformer from the host to the device in slices, where no device has room for all of it.
-
-        Raises:
-            UnsupportedModelError: a network has missing, surplus or misshaped weights, or some that are not finite, or
-                it fails at its first input.
+        Raises ``UnsupportedModelError`` if a network has missing, surplus or misshaped weights, or some that are not
+        finite, or it fails at its first input.
         """
         self._read([part for part in self._files.parts if part.has_weights and not part.encodes_text], shard)
         self.model = self._adapted()
-        _try_networks(self._files, self.model, torch.device(self._device))
+        self._try_networks()
         return self.model
 
     def read_text_encoders(self) -> None:
         """Read the text encoders, and the VAE where prompts have images, and encode one prompt.
 
-        Raises:
-            UnsupportedModelError: as ``load``; or a tokenizer is another text encoder's, or the embeddings are not
-                those that the transformer takes.
+        Raises ``UnsupportedModelError`` as ``load``; or if a tokenizer is another text encoder's, or the embeddings are
+        not those that the transformer takes.
         """
         self._read(self._unread())
         size = self.model.smallest_image
         prompt = Prompt("a", (grey_image(size),) * self._files.family.images[0], size * size)
         with _explaining(self._files, "a text_encoder fails at its first prompt; is its config.json another's?"):
             for part in self._encoding_parts:
+                # A tokenizer with tokens that its text encoder does not embed: a later prompt would have one.
                 if part.encodes_text:
-                    _check_vocabulary(self._files, self._pipe, part.name)
+                    name = part.name.replace("text_encoder", "tokenizer")
+                    tokens = len(getattr(self._pipe, name))
+                    rows = getattr(self._pipe, part.name).get_input_embeddings().num_embeddings
+                    if tokens > rows:
+                        fault = f"{name} has {tokens:,} tokens, {part.name} embeds {rows:,}; is one of them another"
+                        raise self._files.damaged(f"{fault} model's?")
             (gives,) = self.model.encode([prompt], self.model.longest_prompt)
         # Before sampling: the transformer would fail at its first prompt, minutes later.
         found, taken = (
@@ -138,9 +138,8 @@ class PipelineLoader:
             for prompt in (gives, self.model.blank_prompt())
         )
         if found != taken:
-            raise self._files.damaged(
-                f"the text encoders give embeddings of width {found}, the transformer takes {taken}"
-            )
+            fault = f"the text encoders give embeddings of width {found}, the transformer takes {taken}"
+            raise self._files.damaged(fault)
 
     @contextmanager
     def text_encoders(self) -> Iterator[None]:
@@ -215,6 +214,25 @@ class PipelineLoader:
             # Pipelines read some settings of a part when it is registered.
             self._pipe.register_modules(**{part.name: network})
 
+    @torch.no_grad()
+    def _try_networks(self) -> None:
+        """Run transformer and VAE once, on a prompt of zeros and the smallest image.
+
+        A configuration can have the right shapes and still give a network that stops at its first input, such as with
+        rotary embeddings of another size than the heads.
+        """
+        model = self.model
+        device = torch.device(self._device)
+        size = model.smallest_image
+        guidance = 1.0 if model.transformer.config.get("guidance_embeds") else None
+        conditioning = Conditioning(pad([model.blank_prompt()]), None, 1.0, guidance, size, size).to(device)
+        # Zeros are enough: a network that does not fit its configuration fails at any input.
+        latents = torch.zeros(1, *model.latent_shape(size, size), device=device)
+        with _explaining(self._files, "the transformer fails at its first image; is its config.json another's?"):
+            model.velocity(model.transformer, latents, torch.full((1,), 500.0, device=device), conditioning)
+        with _explaining(self._files, "the vae fails at its first image; is its config.json another's?"):
+            model.decode(latents, size, size)
+
     def _adapted(self) -> DiffusionModel:
         with _explaining(self._files, "its parts do not fit together"):
             model = resolve_name(self._files.family.adapter)(self._pipe)
@@ -246,26 +264,6 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
     loader = PipelineLoader(path, dtype=dtype, device=device)
     loader.read_text_encoders()
     return loader.load()
-
-
-def _try_networks(files: PipelineFiles, model: DiffusionModel, device: torch.device) -> None:
-    """Run transformer and VAE once, on a prompt of zeros and the smallest image.
-
-    A configuration can have the right shapes and still give a network that stops at its first input, such as with
-    rotary embeddings of another size than the heads.
-    """
-    transformer: Any = model.transformer
-    size = model.smallest_image
-    guidance = 1.0 if transformer.config.get("guidance_embeds") else None
-    prompts = pad([model.blank_prompt()])
-    conditioning = Conditioning(prompts, None, 1.0, guidance, size, size).to(device)
-    # Zeros are enough: a network that does not fit its configuration fails at any input.
-    latents = torch.zeros(1, *model.latent_shape(size, size), device=device)
-    with torch.no_grad():
-        with _explaining(files, "the transformer fails at its first image; is its config.json another's?"):
-            model.velocity(transformer, latents, torch.full((1,), 500.0, device=device), conditioning)
-        with _explaining(files, "the vae fails at its first image; is its config.json another's?"):
-            model.decode(latents, size, size)
 
 
 def _find(path: str) -> PipelineFiles:
@@ -348,15 +346,6 @@ def _check_tokenizer(files: PipelineFiles, name: str, tokenizer: Any) -> None:
             f"{name} has a vocabulary of {len(tokenizer)} tokens and cannot tell texts apart; are its files "
             f"there and whole? It reads {', '.join(sorted({*tokenizer.vocab_files_names.values()}))}"
         )
-
-
-def _check_vocabulary(files: PipelineFiles, pipe: Any, encoder: str) -> None:
-    """Refuse a tokenizer with tokens that its text encoder has no embeddings for; a later prompt would have one."""
-    name = encoder.replace("text_encoder", "tokenizer")
-    tokens = len(getattr(pipe, name))
-    rows = getattr(pipe, encoder).get_input_embeddings().num_embeddings
-    if tokens > rows:
-        raise files.damaged(f"{name} has {tokens:,} tokens, {encoder} embeds {rows:,}; is one of them another model's?")
 
 
 def _check_finite(files: PipelineFiles, name: str, network: Any, dtype: str) -> None:

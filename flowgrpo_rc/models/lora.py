@@ -33,18 +33,13 @@ class AdapterMismatchError(ValueError):
 
 
 def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
-    """Check that ``folder`` holds a readable LoRA of this rank, with this alpha or at full strength (alpha = rank).
+    """Raise ``AdapterMismatchError`` unless ``folder`` holds a readable LoRA of this rank, with this alpha or alpha =
+    rank.
 
     It is called before the model is loaded. ``load_lora`` checks the layers.
-
-    Raises:
-        AdapterMismatchError: names the file, what is wrong and the remedy.
     """
     file = Path(folder) / ADAPTER_FILE
-    try:
-        weights, settings = _content(Path(folder))
-    except AdapterMismatchError as error:
-        raise AdapterMismatchError(f"{START_FIELD}: {error}") from error
+    weights, settings = _content(Path(folder), f"{START_FIELD}: ")
     # The rank decides the shapes; a wrong one would fail only after the model is loaded.
     ranks = {weight.shape[0] for name, weight in weights.items() if ".lora_A." in name}
     if ranks and ranks != {rank}:
@@ -75,9 +70,6 @@ def attach_lora(
 
     Its weights are in ``dtype`` whatever the base is in, and on ``device``; ``None``: where the base is. The initial
     values come from torch's global generator: seed it for a reproducible start.
-
-    Raises:
-        ValueError: a target module name matches nothing in the transformer.
     """
     from peft import LoraConfig
 
@@ -101,11 +93,8 @@ def attach_lora(
 
 
 def target_layers(transformer: nn.Module, model: DiffusionModel, config: ModelConfig) -> list[str]:
-    """Full names of the linear layers that get a LoRA.
-
-    Raises:
-        ValueError: a target module name matches nothing in the transformer.
-    """
+    """Full names of the linear layers that get a LoRA. Raises ``ValueError`` if a target module name matches
+    nothing."""
     targets = model.default_lora_targets if config.target_modules is None else config.target_modules
     names = [targets] if isinstance(targets, str) else list(targets)
     # A name that matches nothing would silently train fewer layers.
@@ -155,11 +144,7 @@ def adapter_state(transformer: nn.Module, adapter: str = ACTOR_ADAPTER) -> dict[
 
 
 def check_adapter_state(state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Every expected tensor is there in its shape, and none besides.
-
-    Raises:
-        AdapterMismatchError: names the first that is not.
-    """
+    """Raise ``AdapterMismatchError`` unless every expected tensor is there in its shape, and none besides."""
     missing = sorted(expected.keys() - state.keys())
     unexpected = sorted(state.keys() - expected.keys())
     if missing or unexpected:
@@ -178,11 +163,8 @@ def check_adapter_state(state: Mapping[str, Tensor], expected: Mapping[str, tupl
 
 @torch.no_grad()
 def load_adapter_state(transformer: nn.Module, state: Mapping[str, Tensor], adapter: str = ACTOR_ADAPTER) -> None:
-    """Copy ``state``, named as ``adapter_state`` names it, into an adapter, casting to its dtype; all must bind.
-
-    Raises:
-        AdapterMismatchError: missing or unexpected names, or shapes that differ; nothing is changed then.
-    """
+    """Copy ``state``, named as ``adapter_state`` names it, into an adapter, casting to its dtype. If a name or a shape
+    does not fit, ``AdapterMismatchError`` is raised and nothing is changed."""
     own = adapter_parameters(transformer, adapter)
     # Before the first copy, so that a state which does not fit leaves nothing half changed.
     check_adapter_state(state, {name: tuple(p.shape) for name, p in own.items()})
@@ -191,8 +173,8 @@ def load_adapter_state(transformer: nn.Module, state: Mapping[str, Tensor], adap
 
 
 @contextmanager
-def adapter_active(transformer: nn.Module, adapter: str) -> Iterator[None]:
-    """Inside, this adapter alone acts; afterwards what was active before."""
+def adapter_active(transformer: nn.Module, adapter: str | None) -> Iterator[None]:
+    """Inside, this adapter alone acts, with ``None`` the base model; afterwards what was active before."""
     before = [(layer, layer.active_adapters) for layer in _adapted_layers(transformer)]
     activate(transformer, adapter)
     try:
@@ -213,16 +195,6 @@ def _adapted_layers(transformer: nn.Module) -> list[Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
-
-
-@contextmanager
-def adapter_disabled(transformer: Any):
-    """Inside, the transformer is the reference policy: the base model without its adapter."""
-    transformer.disable_adapters()
-    try:
-        yield
-    finally:
-        transformer.enable_adapters()
 
 
 def save_lora(
@@ -250,7 +222,7 @@ def save_lora(
     peft_config: Any = transformer.peft_config
     settings = peft_config[ACTOR_ADAPTER].to_dict()
     if full_strength:
-        state = _scaled(state, _own_scale(transformer))
+        state = _scaled(state, settings["lora_alpha"] / settings["r"])
         settings["lora_alpha"] = settings["r"]
     # peft knows the names that diffusers expects in the file.
     weights = get_peft_model_state_dict(transformer, state_dict=dict(state))
@@ -259,12 +231,6 @@ def save_lora(
     folder.mkdir(parents=True, exist_ok=True)
     # Not by ``save_file``, which makes files of mode 0600 that colleagues and servers could not read.
     (folder / ADAPTER_FILE).write_bytes(save(layers, {"format": "pt", METADATA_KEY: own}))
-
-
-def _own_scale(transformer: Any) -> float:
-    """``lora_alpha / lora_rank`` of the trained adapter."""
-    settings = transformer.peft_config[ACTOR_ADAPTER]
-    return settings.lora_alpha / settings.r
 
 
 def _scaled(state: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
@@ -276,11 +242,8 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
     """Read a LoRA in diffusers' format into the adapter that is attached.
 
     The second matrices are scaled so that the update under the run's ``lora_alpha`` equals the file's. A file that
-    records no alpha has full strength, as in diffusers.
-
-    Raises:
-        AdapterMismatchError: there is no such file, it cannot be read, its adapter is not of this shape, or a weight of
-            it is NaN or infinite.
+    records no alpha has full strength, as in diffusers. Raises ``AdapterMismatchError`` if the file cannot be read, its
+    adapter is not of this shape, or a weight of it is NaN or infinite.
     """
     saved, settings = _content(folder)
     file = folder / ADAPTER_FILE
@@ -289,7 +252,8 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
     if bad:
         raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
     scale = settings.get("transformer.lora_alpha", 1) / settings.get("transformer.r", 1)
-    own = _own_scale(transformer)
+    peft_config: Any = transformer.peft_config
+    own = peft_config[ACTOR_ADAPTER].lora_alpha / peft_config[ACTOR_ADAPTER].r
     # peft leaves the adapter's name out of what it saves.
     state = {
         name.removeprefix("transformer.").replace(".weight", f".{ACTOR_ADAPTER}.weight"): value
@@ -313,23 +277,21 @@ def same_lora(one: Path, other: Path) -> bool:
     except AdapterMismatchError:
         return False
     alike = settings == other_settings and weights.keys() == others.keys()
-    return alike and all(v.dtype == others[k].dtype and torch.equal(v, others[k]) for k, v in weights.items())
+    return alike and all(torch.equal(value, others[name]) for name, value in weights.items())
 
 
-def _content(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and peft settings of an adapter's file.
-
-    Raises:
-        AdapterMismatchError: there is no such file, or it cannot be read.
-    """
-    if not os.path.isdir(folder):
-        raise AdapterMismatchError(f"{folder} is no folder; give the one that holds {ADAPTER_FILE}")
+def _content(folder: Path, field: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and peft settings of an adapter's file; raises ``AdapterMismatchError`` if it cannot be read."""
     file = folder / ADAPTER_FILE
-    if not file.is_file():
-        raise AdapterMismatchError(f"{folder} holds no {ADAPTER_FILE}; give a folder with a LoRA in diffusers' format")
+    # ``os.path`` also takes names that are too long, for which ``Path`` raises.
+    if not os.path.isfile(file):
+        fault = f"is no folder; give the one that holds {ADAPTER_FILE}"
+        if os.path.isdir(folder):
+            fault = f"holds no {ADAPTER_FILE}; give a folder with a LoRA in diffusers' format"
+        raise AdapterMismatchError(f"{field}{folder} {fault}")
     try:
         with safe_open(file, "pt") as content:
             settings = json.loads((content.metadata() or {}).get(METADATA_KEY, "{}"))
             return {name: content.get_tensor(name) for name in content.keys()}, settings  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError, ValueError) as error:
-        raise AdapterMismatchError(f"{file} cannot be read ({one_line(error)}); is it complete?") from error
+        raise AdapterMismatchError(f"{field}{file} cannot be read ({one_line(error)}); is it complete?") from error

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import Conditioning, EncodedPrompt
 from flowgrpo_rc.models.latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, as_prompt, is_negative
 
@@ -17,9 +17,8 @@ BEFORE_PROMPT = " <Prompt Start> "
 class Lumina2(SpatialLatents):
     """Adapter of ``diffusers.Lumina2Pipeline``. Latents are ``(channels, H / 8, W / 8)``.
 
-    ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance. The pipeline's
-    ``cfg_normalization`` and ``cfg_trunc_ratio`` are as by default: on, and at the end of the schedule. Its system
-    prompt stands before prompts, and not before negative ones.
+    The pipeline's ``cfg_normalization`` and ``cfg_trunc_ratio`` are as by default: on, and at the end of the schedule.
+    Its system prompt stands before prompts, and not before negative ones.
     """
 
     default_lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
@@ -51,14 +50,12 @@ class Lumina2(SpatialLatents):
     def _most_tokens(self) -> Sequence[int]:
         return self.transformer.config.axes_lens[1:]
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
         return {
             "hidden_states": latents.to(dtype),
             "timestep": 1 - timesteps / 1000,
-            "encoder_hidden_states": prompts.embeds.to(dtype),
-            "encoder_attention_mask": prompts._real(),
+            "encoder_hidden_states": cond.prompts.embeds.to(dtype),
+            "encoder_attention_mask": cond.prompts._real(),
         }
 
     def _velocity_of(self, output: Tensor, latents: Tensor) -> Tensor:

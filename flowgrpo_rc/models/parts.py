@@ -70,15 +70,10 @@ def refuse_two_transformers(path: str, index: Mapping[str, Any]) -> None:
 
 
 class PipelineFiles:
-    """A pipeline's folder and its index. File names are relative to the folder: ``vae/config.json``.
+    """A pipeline's ``folder`` and its index. File names are relative to the folder: ``vae/config.json``.
 
-    Args:
-        path: the pipeline as the configuration names it, for messages.
-        folder: its place on the disk.
-
-    Raises:
-        UnsupportedModelError: the index cannot be read, names no pipeline class or one without a family, or names two
-            transformers.
+    Messages name the pipeline by ``path``, as the configuration does. Raises ``UnsupportedModelError`` if the index
+    cannot be read, names no pipeline class or one without a family, or names two transformers.
     """
 
     def __init__(self, path: str, folder: Path) -> None:
@@ -98,11 +93,8 @@ class PipelineFiles:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The parts that the index names, without those that it leaves out on purpose.
-
-        Raises:
-            UnsupportedModelError: an entry is no pair of a library's and a class's name.
-        """
+        """The parts that the index names, without those that it leaves out on purpose. Raises ``UnsupportedModelError``
+        if an entry is no pair of a library's and a class's name."""
         found = []
         for name, entry in self.index.items():
             if name.startswith("_") or not isinstance(entry, list) or entry in LEFT_OUT:
@@ -121,11 +113,8 @@ class PipelineFiles:
         )
 
     def check(self) -> None:
-        """Check that every part has its files, and that none is cut off.
-
-        Raises:
-            UnsupportedModelError: names the part, the file and the fault.
-        """
+        """Raise ``UnsupportedModelError`` unless every part has its files, and none is cut off; names part, file and
+        fault."""
         # A download that was interrupted lacks whole folders.
         missing = [part.name for part in self.parts if not os.path.isdir(self.folder / part.name)]
         if missing:
@@ -150,10 +139,7 @@ class PipelineFiles:
         """The file that a part's weights are read from, and its variant (``fp16``) if its name carries one.
 
         An index of shards stands for its shards. Files without a variant go before those with one, and safetensors
-        before pickled files, as in the libraries.
-
-        Raises:
-            UnsupportedModelError: there are no weights.
+        before pickled files, as in the libraries. Raises ``UnsupportedModelError`` if there are none.
         """
         names = [file.name for file in (self.folder / part.name).glob("*")]
         found = [(match[1] or match[2], name) for name in names if (match := _WEIGHTS.fullmatch(name))]
@@ -173,11 +159,7 @@ class PipelineFiles:
         return sorted({f"{part.name}/{shard}" for shard in where.values()})
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The object in a JSON file.
-
-        Raises:
-            UnsupportedModelError: it cannot be read, or is no JSON object.
-        """
+        """The object in a JSON file. Raises ``UnsupportedModelError`` if it cannot be read, or is no object."""
         try:
             content = json.loads((self.folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError as error:

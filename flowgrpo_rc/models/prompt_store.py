@@ -46,17 +46,18 @@ class PromptStoreError(ValueError):
 
 
 def open_store(folder: str | None, model: DiffusionModel, dtype: str) -> "PromptStore":
-    """The store of a model's text encoders.
+    """The store of a model's text encoders, which need not be loaded; ``dtype`` is their precision.
 
-    Args:
-        folder: its place; ``None``: a folder of these text encoders alone in the user's cache.
-        model: its text encoders need not be loaded.
-        dtype: precision of the text encoders, a name of ``DTYPES``.
-
-    Raises:
-        PromptStoreError: the embeddings in ``folder`` are of other text encoders.
+    ``folder=None`` is a folder of these text encoders alone in the user's cache. Raises ``PromptStoreError`` if the
+    embeddings in ``folder`` are of other text encoders.
     """
-    encoder = _identity(model, dtype)
+    import diffusers
+    import transformers
+
+    # Prompt templates, and the tokens that are cut off of them, are code of the libraries.
+    libraries = {module.__name__: module.__version__ for module in (diffusers, transformers)}
+    encoder = {"pipeline": type(model.pipe).__name__, "dtype": dtype, "flowgrpo_rc": __version__}
+    encoder |= {**libraries, **model.digests}
     # The digest in the name: two text encoders never share a cache folder.
     if folder is None:
         own = short_digest(json.dumps(encoder, sort_keys=True).encode())
@@ -64,29 +65,11 @@ def open_store(folder: str | None, model: DiffusionModel, dtype: str) -> "Prompt
     return PromptStore(Path(folder).expanduser(), encoder)
 
 
-def _identity(model: DiffusionModel, dtype: str) -> dict[str, str]:
-    """Everything that an embedding depends on besides the prompt and its length, by name."""
-    import diffusers
-    import transformers
-
-    # Prompt templates, and the tokens that are cut off of them, are code of the libraries.
-    libraries = {
-        "flowgrpo_rc": __version__,
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
-    }
-    return {"pipeline": type(model.pipe).__name__, "dtype": dtype, **libraries, **model.digests}
-
-
 class PromptStore:
     """The embeddings in a folder, which need not exist yet.
 
-    Args:
-        folder: place of the files.
-        encoder: everything that the embeddings depend on besides prompt and length; every file records its own.
-
-    Raises:
-        PromptStoreError: the folder is a file, or has embeddings of another ``encoder``.
+    Every file records the ``encoder``: everything that embeddings depend on besides prompt and length. A folder with
+    another one, and a file for a folder, is a ``PromptStoreError``.
     """
 
     def __init__(self, folder: Path, encoder: Mapping[str, str]) -> None:
@@ -97,17 +80,13 @@ class PromptStore:
     def refresh(self) -> None:
         """Open the files that are there now."""
         self._files: dict[Path, Any] = {}
-        """The open files."""
-        self._file_of: dict[str, Path] = {}
-        """The file of each tensor."""
+        self._file_of: dict[str, Path] = {}  # of each tensor
         self._damaged: dict[Path, str] = {}
         """Files that are no safetensors files of a store, or have changed, and why."""
         if self.folder.is_file():
             raise PromptStoreError(f"{FIELD}: {self.folder} cannot be read (it is a file); name a folder")
         for path in sorted(self.folder.glob(f"{_PREFIX}*{_SUFFIX}")):
-            # Opening a fifo would wait for a writer forever.
-            if path.is_file():
-                self._open(path)
+            self._open(path)
 
     def __contains__(self, key: PromptKey) -> bool:
         return _name(key) in self._file_of
@@ -129,9 +108,7 @@ class PromptStore:
     def read(self, key: PromptKey) -> EncodedPrompt:
         """One prompt's embeddings, in memory that is mapped from the file.
 
-        Raises:
-            KeyError: the prompt is not stored.
-            PromptStoreError: its bytes have changed since they were written.
+        Raises ``KeyError`` if it is not stored, ``PromptStoreError`` if its bytes have changed since they were written.
         """
         name = _name(key)
         embeds = self._tensor(name)
@@ -142,11 +119,7 @@ class PromptStore:
         return EncodedPrompt(embeds, pooled, references, sizes)
 
     def add(self, rows: Mapping[PromptKey, EncodedPrompt]) -> None:
-        """Write some prompts' embeddings; they are on the disk when this returns.
-
-        Raises:
-            PromptStoreError: they cannot be written.
-        """
+        """Write some prompts' embeddings, on the disk when this returns; raises ``PromptStoreError`` if that fails."""
         from safetensors.torch import save
 
         tensors: dict[str, Tensor] = {}
@@ -167,11 +140,8 @@ class PromptStore:
         self._open(path)
 
     def check_writable(self) -> None:
-        """Create the folder and a temporary file in it, before anything is encoded.
-
-        Raises:
-            PromptStoreError: one of them cannot be created.
-        """
+        """Create the folder and a temporary file in it, before anything is encoded; ``PromptStoreError`` if that
+        fails."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
@@ -182,13 +152,8 @@ class PromptStore:
     def set_damaged_aside(self, keys: Iterable[PromptKey]) -> list[str]:
         """Rename damaged files: those with an unreadable header, and those with changed bytes of these prompts.
 
-        All prompts of such a file are missing from then on, and can be added again.
-
-        Returns:
-            A line for each file with its fault.
-
-        Raises:
-            PromptStoreError: one cannot be renamed.
+        All prompts of such a file are missing from then on, and can be added again. Returns a line for each file with
+        its fault. Raises ``PromptStoreError`` if one cannot be renamed.
         """
         for key in keys:
             try:

@@ -1,6 +1,6 @@
 """Embeddings of prompts, from a store or the text encoders, and the check that every prompt has readable tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from flowgrpo_rc.models.prompt_store import PromptKey, PromptStore
 from flowgrpo_rc.prompt import Prompt, as_prompt, texts
 from flowgrpo_rc.quiet import TOKENIZATION, only_errors
 
+BYTES_A_FILE = 64 * 2**20
+"""Bytes of embeddings per file: a kill loses no more, and tens of thousands of prompts are a few hundred files."""
 PROMPTS_AT_ONCE = 8
 """Prompts per call of the text encoder: a 7B encoder's activations for hundreds of them would fill a GPU."""
 
@@ -41,19 +43,13 @@ class PromptEncoder:
         """
         length = max_sequence_length or self._max_length
         keys: list[PromptKey] = [(prompt, length) for prompt in prompts]
-        rows: dict[PromptKey, EncodedPrompt] = {}
-        if self._store is not None:
-            rows = {key: self._store.read(key) for key in dict.fromkeys(keys) if key in self._store}
-        missing = [key for key in dict.fromkeys(keys) if key not in rows]
-        if missing:
-            if self._store is not None:
-                # A store that cannot be written must show before minutes of encoding.
-                self._store.check_writable()
+        distinct = list(dict.fromkeys(keys))
+        if self._store is None:
             with self._model.text_encoders():
-                for part in encode_in_groups(self._model, missing):
-                    rows |= part
-            if self._store is not None:
-                self._store.add({key: rows[key] for key in missing})
+                rows = {key: row for part in encode_in_groups(self._model, distinct) for key, row in part.items()}
+        else:
+            encode_into(self._store, self._model, [key for key in distinct if key not in self._store])
+            rows = {key: self._store.read(key) for key in distinct}
         return pad([rows[key] for key in keys])
 
 
@@ -67,14 +63,28 @@ def check_length(model: DiffusionModel, max_sequence_length: int, section: str =
         )
 
 
+def encode_into(store: PromptStore, model: DiffusionModel, keys: Sequence[PromptKey]) -> None:
+    """Encode these prompts, which the store lacks, and add them to it."""
+    if not keys:
+        return
+    # A store that cannot be written must show before the text encoders are loaded, which takes longest.
+    store.check_writable()
+    held: dict[PromptKey, EncodedPrompt] = {}
+    with model.text_encoders():
+        for rows in encode_in_groups(model, keys):
+            held |= rows
+            if sum(row.embeds.nbytes for row in held.values()) >= BYTES_A_FILE:
+                store.add(held)
+                held = {}
+    if held:
+        store.add(held)
+
+
 def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterator[dict[PromptKey, EncodedPrompt]]:
     """Embeddings of distinct prompts, a few at a time; call it inside ``model.text_encoders()``.
 
     Prompts of equal length go through the text encoder together, so that nothing is computed for padding. Their number
-    may show in the last bits of an embedding.
-
-    Raises:
-        ValueError: an embedding is not finite; names the prompt.
+    may show in the last bits of an embedding. One that is not finite is a ``ValueError`` with the prompt.
     """
     # By the lengths for all tokenizers: a family with two pads each by its own.
     groups: dict[tuple[int, ...], list[PromptKey]] = {}
@@ -89,10 +99,15 @@ def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterat
             part = group[start : start + PROMPTS_AT_ONCE]
             with only_errors(*quiet):
                 encoded = model.encode([prompt for prompt, _ in part], length)
-            # Checked before the store keeps them: a NaN there would reach every later run.
-            rows = dict(zip(part, encoded, strict=True))
-            _check_finite(rows)
-            yield rows
+            for (prompt, _), row in zip(part, encoded, strict=True):
+                tensors = (row.embeds, row.pooled, row.references)
+                # Before the store keeps them: a NaN there would reach every later run.
+                if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None):
+                    raise ValueError(
+                        f"the text encoder gives values that are not finite for {as_prompt(prompt).text[:80]!r} in "
+                        f"{dtype_name(row.embeds.dtype)}; try actor_rollout_ref.model.dtype=float32 or bfloat16"
+                    )
+            yield dict(zip(part, encoded, strict=True))
 
 
 def _tokens(tokenizer: Any, words: list[str]) -> list[list[int]]:
@@ -100,32 +115,14 @@ def _tokens(tokenizer: Any, words: list[str]) -> list[list[int]]:
         return tokenizer(words, add_special_tokens=False).input_ids
 
 
-def _check_finite(rows: Mapping[PromptKey, EncodedPrompt]) -> None:
-    for (prompt, _), row in rows.items():
-        tensors = (row.embeds, row.pooled, row.references)
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None):
-            raise ValueError(
-                f"the text encoder gives values that are not finite for {as_prompt(prompt).text[:80]!r} in "
-                f"{dtype_name(row.embeds.dtype)}; try actor_rollout_ref.model.dtype=float32 or bfloat16"
-            )
-
-
 def check_prompts(
     model: DiffusionModel, prompts: Sequence[tuple[str, str]], max_sequence_length: int, section: str = "pipeline"
 ) -> str | None:
-    """Check that every prompt gives the model's text encoders a token with text.
+    """Check that every prompt, given with its place, gives the model's text encoders a token with text.
 
-    Args:
-        model: with its tokenizers; no text encoder runs.
-        prompts: each with its place (``train.txt:3``).
-        max_sequence_length: argument of the model's ``encode``.
-        section: section of ``actor_rollout_ref.rollout`` with the length, for messages.
-
-    Returns:
-        One line on the prompts that are cut; ``None`` if none is.
-
-    Raises:
-        ValueError: no tokenizer keeps a known token of a prompt; names its place.
+    It needs the tokenizers alone; ``section`` of ``actor_rollout_ref.rollout`` holds the length, for messages. Returns
+    one line on the prompts that are cut, or ``None``. Raises ``ValueError`` with the place of a prompt of which no
+    tokenizer keeps a known token.
     """
     here = f"actor_rollout_ref.rollout.{section}.max_sequence_length"
     tokenizers = model.tokenizers(max_sequence_length)
@@ -159,11 +156,8 @@ def _has_text(tokenizer: Any, tokens: list[int], kept: int) -> bool:
 
 
 def pad(rows: Sequence[EncodedPrompt]) -> Prompts:
-    """Stack embeddings ``(T_i, D)`` into ``(P, max T, D)``; no mask when all lengths agree.
-
-    Raises:
-        ValueError: their reference images have other sizes, which one batch cannot hold.
-    """
+    """Stack embeddings ``(T_i, D)`` into ``(P, max T, D)``; no mask when all lengths agree. Raises ``ValueError`` if
+    their reference images have other sizes, which one batch cannot hold."""
     lengths = tuple(len(row.embeds) for row in rows)
     embeds = torch.nn.utils.rnn.pad_sequence([row.embeds for row in rows], batch_first=True)
     all_real = min(lengths) == max(lengths)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt
 from flowgrpo_rc.models.latents import PackedLatents
 from flowgrpo_rc.prompt import Prompt, texts
 
@@ -35,17 +35,15 @@ class QwenImage(PackedLatents):
         lengths = [embeds.shape[1]] * len(prompts) if mask is None else mask.sum(1).tolist()
         return [EncodedPrompt(row[: int(n)].cpu()) for row, n in zip(embeds, lengths, strict=True)]
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
         # One frame: the transformer takes the sizes of a video.
-        grid = (1, conditioning.height // self._multiple, conditioning.width // self._multiple)
+        grid = (1, cond.height // self._multiple, cond.width // self._multiple)
         return {
             "hidden_states": latents.to(dtype),
             "timestep": timesteps.to(dtype) / 1000,
-            "guidance": self._embedded_guidance(timesteps, conditioning),
-            "encoder_hidden_states": prompts.embeds.to(dtype),
-            "encoder_hidden_states_mask": prompts.mask,
+            "guidance": self._embedded_guidance(timesteps, cond),
+            "encoder_hidden_states": cond.prompts.embeds.to(dtype),
+            "encoder_hidden_states_mask": cond.prompts.mask,
             "img_shapes": [[grid]] * len(latents),
         }
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import Conditioning, EncodedPrompt
 from flowgrpo_rc.models.latents import scaled_size
 from flowgrpo_rc.models.qwen_image import QwenImage
 from flowgrpo_rc.prompt import Prompt, ReferenceImage, as_prompt
@@ -69,13 +69,11 @@ class QwenImageEdit(QwenImage):
         rows, columns = latents.shape[3:]
         return self.pipe._pack_latents(latents, 1, latents.shape[1], rows, columns)[0]
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
-        both = self._with_references(latents, prompts)
-        inputs = super()._inputs(dtype, both, timesteps, prompts, conditioning)
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
+        both = self._with_references(latents, cond.prompts)
+        inputs = super()._inputs(dtype, both, timesteps, cond)
         # Every reference is a frame of its own behind the drawing.
-        references = [(1, rows, columns) for rows, columns in prompts.reference_grids]
+        references = [(1, rows, columns) for rows, columns in cond.prompts.reference_grids]
         return inputs | {"img_shapes": [[*shapes, *references] for shapes in inputs["img_shapes"]]}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import Conditioning, EncodedPrompt
 from flowgrpo_rc.models.latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, as_prompt, is_negative, texts
 
@@ -16,8 +16,7 @@ from flowgrpo_rc.prompt import Prompt, as_prompt, is_negative, texts
 class Sana(SpatialLatents):
     """Adapter of ``diffusers.SanaPipeline``. Latents are ``(channels, H / 32, W / 32)``.
 
-    Prompts stand behind the pipeline's instruction to its language model, negative ones alone. ``true_cfg_scale`` is
-    what the pipeline calls ``guidance_scale``.
+    Prompts stand behind the pipeline's instruction to its language model, negative ones alone.
     """
 
     default_lora_targets = tuple(
@@ -55,12 +54,10 @@ class Sana(SpatialLatents):
         """A first token, and the last one of the instruction, are kept with those of the prompt."""
         return [(self.pipe.tokenizer, max_sequence_length - 2)]
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
         return {
             "hidden_states": latents.to(dtype),
             "timestep": timesteps * self.transformer.config.timestep_scale,
-            "encoder_hidden_states": prompts.embeds.to(dtype),
-            "encoder_attention_mask": prompts.mask,
+            "encoder_hidden_states": cond.prompts.embeds.to(dtype),
+            "encoder_attention_mask": cond.prompts.mask,
         }

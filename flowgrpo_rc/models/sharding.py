@@ -23,25 +23,17 @@ from flowgrpo_rc.models.config import FSDP_FIELD, FSDPConfig
 
 
 def check_sharding(config: FSDPConfig, processes: int, device: torch.device) -> None:
-    """Raise unless the ``processes`` of the run, on all nodes together, and the device allow this sharding.
-
-    Raises:
-        ValueError: names the field, its value and the remedy.
-    """
+    """Raise ``ValueError`` unless the ``processes`` of the run, on all nodes, and the device allow this sharding."""
     if config.shard and config.param_offload and device.type == "cpu":
         raise ValueError(
             f"{FSDP_FIELD}.param_offload: got true on a CPU, where the weights are in the host's memory anyway; set it "
             "to false"
         )
-    check_division(config, processes, _processes_on_node(processes))
+    check_division(config, processes, processes_on_node(processes))
 
 
 def check_division(config: FSDPConfig, processes: int, on_node: int) -> None:
-    """Raise unless ``processes``, ``on_node`` of them on each node, can shard the weights as in ``config``.
-
-    Raises:
-        ValueError: names the field, its value and the remedy.
-    """
+    """Raise ``ValueError`` unless ``processes``, ``on_node`` of them on each node, can shard the weights."""
     if not config.shard:
         return
     # FSDP would run, with all of its cost and nothing saved.
@@ -62,10 +54,7 @@ def check_division(config: FSDPConfig, processes: int, on_node: int) -> None:
 
 def shard_base(transformer: Any, config: FSDPConfig, device: torch.device) -> None:
     """Shard a frozen transformer without adapters, in place; from the host, so that no device ever holds it whole.
-
-    Raises:
-        ValueError: the transformer's class names no blocks.
-    """
+    Raises ``ValueError`` if the transformer's class names no blocks."""
     kinds = set(transformer._no_split_modules or ())
     blocks = [module for module in transformer.modules() if type(module).__name__ in kinds]
     if not blocks:
@@ -74,7 +63,7 @@ def shard_base(transformer: Any, config: FSDPConfig, device: torch.device) -> No
             "set it to false"
         )
     processes = torch.distributed.get_world_size()
-    size = config.processes_to_a_copy(_processes_on_node(processes))
+    size = config.processes_to_a_copy(processes_on_node(processes))
     # The other copies are left out, because frozen weights have no gradients to reduce over them. By the name ``fsdp``
     # peft knows that a layer computes with whole weights, to which its LoRA must fit.
     mesh = init_device_mesh(device.type, (processes // size, size), mesh_dim_names=("copies", "fsdp"))["fsdp"]
@@ -124,6 +113,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
-def _processes_on_node(processes: int) -> int:
+def processes_on_node(processes: int) -> int:
     """Processes on this node, from the launcher; without its variable, all of them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", processes))

@@ -6,16 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt, Prompts
+from flowgrpo_rc.models.base import JOINT_ATTENTION, Conditioning, EncodedPrompt
 from flowgrpo_rc.models.latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, texts
 
 
 class StableDiffusion3(SpatialLatents):
-    """Adapter of ``diffusers.StableDiffusion3Pipeline``. Latents are ``(channels, H / 8, W / 8)``.
-
-    ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``; the transformer embeds no guidance.
-    """
+    """Adapter of ``diffusers.StableDiffusion3Pipeline``. Latents are ``(channels, H / 8, W / 8)``."""
 
     default_lora_targets = tuple(f"attn.{layer}" for layer in JOINT_ATTENTION)
     """The joint attention, as Flow-GRPO trains it; ``attn2``, the second attention of 3.5-medium, is left alone."""
@@ -51,15 +48,13 @@ class StableDiffusion3(SpatialLatents):
         side = int(self.transformer.config.pos_embed_max_size)
         return side, side
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
-        assert prompts.pooled is not None
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
+        assert cond.prompts.pooled is not None
         return {
             "hidden_states": latents.to(dtype),
             "timestep": timesteps,
-            "encoder_hidden_states": prompts.embeds.to(dtype),
-            "pooled_projections": prompts.pooled.to(dtype),
+            "encoder_hidden_states": cond.prompts.embeds.to(dtype),
+            "pooled_projections": cond.prompts.pooled.to(dtype),
         }
 
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel, Prompts
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 
 
 class Wan(DiffusionModel):
     """Adapter of ``diffusers.WanPipeline`` with ``num_frames=1``. Latents are ``(channels, 1, rows, columns)``.
 
     Wan 2.1, and the one of 2.2 with a single transformer, TI2V-5B, which takes the noise level of every token.
-    ``true_cfg_scale`` is what the pipeline calls ``guidance_scale``.
     """
 
     default_lora_targets = tuple(
@@ -31,17 +30,15 @@ class Wan(DiffusionModel):
     def _multiple(self) -> int:
         return self.pipe.vae_scale_factor_spatial * self.transformer.config.patch_size[1]
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
         # In videos the first frame may be given, with noise level 0; in an image all tokens have the same.
         if self.pipe.config.expand_timesteps:
-            tokens = (conditioning.height // self._multiple) * (conditioning.width // self._multiple)
+            tokens = (cond.height // self._multiple) * (cond.width // self._multiple)
             timesteps = timesteps[:, None].expand(-1, tokens)
         return {
             "hidden_states": latents.to(dtype),
             "timestep": timesteps,
-            "encoder_hidden_states": prompts.embeds.to(dtype),
+            "encoder_hidden_states": cond.prompts.embeds.to(dtype),
         }
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:

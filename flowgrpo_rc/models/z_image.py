@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.models.base import Conditioning, Prompts
+from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.latents import SpatialLatents
 
 POSITIONS_A_STEP = 32
@@ -44,12 +44,10 @@ class ZImage(SpatialLatents):
     def _most_tokens(self) -> Sequence[int]:
         return self.transformer.config.axes_lens[1:]
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
         # The image's positions begin after its own caption, so that a batch's padding must not be among the captions.
-        lengths = prompts.lengths or [None] * len(latents)
-        captions = zip(prompts.embeds.to(dtype), lengths, strict=True)
+        lengths = cond.prompts.lengths or [None] * len(latents)
+        captions = zip(cond.prompts.embeds.to(dtype), lengths, strict=True)
         return {
             "x": list(latents.to(dtype).unsqueeze(2)),
             "t": (1000 - timesteps) / 1000,

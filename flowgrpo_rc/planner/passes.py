@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import Conditioning, Prompts
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import adapter_disabled, adapter_parameters, attach_lora
+from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, attach_lora
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.planner.live_bytes import LiveBytes
 from flowgrpo_rc.planner.pipeline import FakePipeline, PlanError, bytes_of, parameters_of, replace_tensors
@@ -240,7 +240,7 @@ class Passes:
         # The real loss adds a few scalars per row; any scalar has the same backward pass.
         loss = log_probs.sum()
         if reference:
-            with torch.no_grad(), adapter_disabled(self.transformer):
+            with torch.no_grad(), adapter_active(self.transformer, None):
                 other, _ = self._policy(state, detached=detached)
             loss = loss + (mean - other).square().sum()
         live.enter(_BACKWARD)

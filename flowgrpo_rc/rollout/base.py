@@ -110,8 +110,8 @@ class RolloutEngine(Protocol):
     the same order, for equally many images. A sharded transformer gathers its weights in every call, so a call that
     one process leaves out hangs the others. Therefore the number of transformer calls depends on the number of images,
     the number of steps and guidance, and never on the data of a row. A process with less work repeats a row and drops
-    the result. Findings of one process are agreed on before anything depends on them
-    (``flowgrpo_rc.actor.agreement``). An exception ends the engine's process, and the launcher ends all others.
+    the result. Findings of one process are agreed on (``on_any_process``) before anything depends on them. An
+    exception ends the engine's process, and the launcher ends all others.
     """
 
     adapter_version: int

@@ -29,12 +29,7 @@ class AdapterSync:
 
     Batch ``k`` is drawn with the actor's adapter before batch ``k - lag``, or with the oldest known one: at the start
     of a run, and after a resume from a checkpoint with fewer adapters. The ``lag + 1`` newest are kept on the host.
-
-    Args:
-        engine: receives adapters; each replaces the one before, also under a version that it has seen.
-        actor: the owner of the adapter.
-        lag: batches between the adapter that samples and the actor's.
-        ahead: number of batches that the engine draws early.
+    ``ahead`` is the number of batches that the engine draws early.
     """
 
     def __init__(self, engine: RolloutEngine, actor: DiffusionActor, lag: int, ahead: int = 0) -> None:
@@ -79,11 +74,7 @@ class AdapterSync:
         self.give_for(version + self._ahead)
 
     def give_for(self, step: int) -> None:
-        """Give the engine the adapter that batch ``step`` is drawn with.
-
-        Raises:
-            RolloutSyncError: see ``push``.
-        """
+        """Give the engine the adapter that batch ``step`` is drawn with; raises as ``push`` does."""
         adapter = self._of_batch(step)
         # With a lag, or for a batch that is submitted early, the engine may hold it already.
         if adapter is not self._given:

@@ -20,27 +20,29 @@ NAMED = 5
 
 
 def require_agreement(own: Mapping[str, Any], gather: Callable[[list[Any]], list[Any]] = gather_object) -> None:
-    """Raise on every process unless ``own`` is equal on all of them; every process must call it.
+    """Raise ``ValueError`` on every process unless ``own`` is equal on all of them; every process must call it.
 
     Args:
         own: nested mappings of values with a ``repr`` that depends on the value alone.
         gather: concatenates the lists of all processes in rank order.
-
-    Raises:
-        ValueError: names the first keys that differ, with the values and the ranks that have them.
     """
     flat = {key: repr(value) for key, value in flatten(own).items()}
-    # A digest first, since thousands of ranks would otherwise exchange the whole configuration at every start.
-    if len(set(gather([_digest(repr(sorted(flat.items())))]))) == 1:
-        return
     everyones = gather([flat])
     keys = sorted({key for one in everyones for key in one})
     different = [key for key in keys if len({one.get(key) for one in everyones}) > 1]
-    named = "; ".join(f"{key} is {_by_value([one.get(key) for one in everyones])}" for key in different[:NAMED])
-    more = f"; and {len(different) - NAMED} more" if len(different) > NAMED else ""
-    raise ValueError(
-        f"the processes of this run do not agree: {named}{more}. Start every process with the same settings and files"
-    )
+    named = []
+    for key in different[:NAMED]:
+        ranks: dict[str, list[str]] = {}
+        for rank, one in enumerate(everyones):
+            ranks.setdefault(one.get(key, "absent")[:80], []).append(str(rank))
+        values = " and ".join(f"{value} on rank(s) {', '.join(having)}" for value, having in ranks.items())
+        named.append(f"{key} is {values}")
+    if different:
+        more = f"; and {len(different) - NAMED} more" if len(different) > NAMED else ""
+        raise ValueError(
+            f"the processes of this run do not agree: {'; '.join(named)}{more}. Start every process with the same "
+            "settings and files"
+        )
 
 
 def settings_of(
@@ -68,21 +70,13 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _by_value(values: Sequence[str | None]) -> str:
-    """``1e-4 on rank(s) 0, 2 and 1e-3 on rank(s) 1``."""
-    ranks: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault("absent" if value is None else value[:80], []).append(str(rank))
-    return " and ".join(f"{value} on rank(s) {', '.join(having)}" for value, having in ranks.items())
-
-
 def _prompts_digest(records: Sequence[PromptRecord]) -> str:
     content = []
     for record in records:
         # Images count by their digests, since the paths may differ from machine to machine.
         metadata = {name: value for name, value in record.metadata.items() if name != "images"}
         content.append((record.prompt, record.negative_prompt, [image.digest for image in record.images], metadata))
-    return _digest(repr(content))
+    return short_digest(repr(content).encode("utf-8", "backslashreplace"))
 
 
 def _file_digest(path: str) -> str:
@@ -90,7 +84,3 @@ def _file_digest(path: str) -> str:
         return short_digest(Path(path).expanduser().read_bytes())
     except OSError as error:  # a module's name, which the reward imports
         return one_line(error)
-
-
-def _digest(text: str) -> str:
-    return short_digest(text.encode("utf-8", "backslashreplace"))

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 STATE_FILE = "trainer_state.json"
 TENSOR_FILE = "optimizer.pt"
 _FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
-AFRESH = "use trainer.resume_mode=disable to start afresh"
 
 
 class CheckpointError(RuntimeError):
@@ -52,20 +51,10 @@ class DamagedCheckpointError(CheckpointError):
     """A file of a checkpoint is missing, unreadable or not as it was saved; the message names it."""
 
 
-def save_run(
-    run: "Run",
-    store: "CheckpointStore",
-    step: int,
-    states: Sequence[dict[str, Any]],
-) -> None:
-    """Write ``step_N``.
+def save_run(run: "Run", store: "CheckpointStore", step: int, states: Sequence[dict[str, Any]]) -> None:
+    """Write ``step_N``, N being the batches learned from, with the ``random_states`` of every process.
 
-    Args:
-        run: its adapter, optimizer, schedule, weight average, calibration of the gap and data position are saved, and
-            the adapters of earlier steps that rollouts to come are drawn with.
-        store: receives the checkpoint.
-        step: batches learned from. The saved data position is the one after them, since rollouts may be ahead.
-        states: ``random_states`` of every process.
+    The saved data position is the one after these batches, since rollouts may be ahead.
     """
     parts: dict[str, Any] = {
         "optimizer": run.actor.optimizer,
@@ -88,9 +77,8 @@ def save_run(
 def load_run(run: "Run", store: "CheckpointStore", source: Path) -> int:
     """Bring ``run`` to the state that ``source`` was saved in; returns its step.
 
-    Raises:
-        CheckpointError: not a checkpoint, damaged, of another model, or of another version of this package. The message
-            names the newest older checkpoint that is whole.
+    Raises ``CheckpointError`` for one that is damaged, of another model, or of another version of this package. The
+    message names the newest older checkpoint that is whole.
     """
     try:
         state, tensors = store.load(source, run.fingerprint)
@@ -105,10 +93,8 @@ def resume_run(
 ) -> tuple[Path | None, int]:
     """Load the checkpoint that ``trainer.resume_mode`` names, and only then move aside what the run would overwrite.
 
-    Every process calls it. Returns the checkpoint, ``None`` for a fresh start, and the step to go on from.
-
-    Raises:
-        CheckpointError: see ``checkpoint_to_resume`` and ``load_run``; nothing on the disk was changed.
+    Every process calls it. Returns the checkpoint, ``None`` for a fresh start, and the step to go on from. A
+    ``CheckpointError`` leaves the disk as it was.
     """
     from accelerate.utils import broadcast_object_list
 
@@ -141,11 +127,8 @@ def resume_run(
 def checkpoint_to_resume(
     trainer: TrainerConfig, store: "CheckpointStore", alert: Callable[[str], object] = lambda _text: None
 ) -> Path | None:
-    """The checkpoint that ``resume_mode`` names; ``None``: start afresh.
-
-    Raises:
-        CheckpointError: ``latest`` or ``resume_from_path`` names no checkpoint.
-    """
+    """The checkpoint that ``resume_mode`` names; ``None``: start afresh. Raises ``CheckpointError`` if ``latest`` or
+    ``resume_from_path`` names none."""
     if trainer.resume_mode == "auto":
         return store.latest(alert)
     if trainer.resume_mode == "disable":
@@ -235,10 +218,6 @@ def restore_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-_SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
-"""Names, in a VAE's configuration, of the factors and offsets of latents."""
-
-
 @torch.no_grad()
 def fingerprint(
     config: FlowGRPOConfig, model: DiffusionModel, reward: RewardMix | None = None, references: str = ""
@@ -251,6 +230,7 @@ def fingerprint(
     sharded transformer gathers weights, so that every process must call.
     """
     lora = config.actor_rollout_ref.model
+    targets = lora.target_modules or list(model.default_lora_targets)
     transformer = _settings(model.pipe.transformer)
     frozen = list(base_parameters(model.transformer).values())
     # Clones, so that the whole tensors that a sharded transformer gathers are freed.
@@ -263,17 +243,14 @@ def fingerprint(
             parts[name] = values_digest([spread(whole(p)) for p in base_parameters(part).values()])
         elif name == "scheduler" and part is not None:
             parts |= {f"scheduler {k}": v for k, v in _settings(part).items()}
-    vae = dict(model.pipe.vae.config)
-    parts |= {f"vae {name}": vae[name] for name in _SCALES if name in vae}
+    # The factors and offsets of latents.
+    scales = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
+    parts |= {f"vae {name}": value for name, value in model.pipe.vae.config.items() if name in scales}
     networks = {} if reward is None else reward.networks()
     found = {
         "pipeline": type(model.pipe).__name__,
         "transformer": transformer,
-        "lora": {
-            "rank": lora.lora_rank,
-            "alpha": lora.lora_alpha,
-            "target_modules": lora.target_modules or list(model.default_lora_targets),
-        },
+        "lora": {"rank": lora.lora_rank, "alpha": lora.lora_alpha, "target_modules": targets},
         "parts": parts,
         "rewards": {name: values_digest([spread(w).cpu() for w in weights]) for name, weights in networks.items()},
         "references": references,
@@ -311,7 +288,7 @@ def check_fingerprint(own: Mapping[str, Any], saved: Mapping[str, Any], folder: 
         elif part == "references":
             what = f"was trained with other reference images ({there[key] or 'none'} there, {here[key] or 'none'} "
             what += "here). Give the images of data.train_files as they were"
-        raise CheckpointError(f"{folder} {what}, or {AFRESH}")
+        raise CheckpointError(f"{folder} {what}, or use trainer.resume_mode=disable to start afresh")
 
 
 def _settings(part: Any) -> dict[str, Any]:
@@ -321,12 +298,8 @@ def _settings(part: Any) -> dict[str, Any]:
 
 
 class CheckpointStore:
-    """The folder ``checkpoints/`` of a run: ``step_N/`` folders and the file ``latest`` with the newest's name.
-
-    Args:
-        root: the folder.
-        keep: how many checkpoints to keep, the newest; ``None`` keeps all.
-    """
+    """The folder ``checkpoints/`` of a run: ``step_N/`` folders, the newest ``keep`` (``None``: all), and the file
+    ``latest`` with the newest's name."""
 
     def __init__(self, root: Path, keep: int | None) -> None:
         self.root = root
@@ -334,11 +307,8 @@ class CheckpointStore:
         self._pointer = root / "latest"
 
     def latest(self, alert: Callable[[str], object] = lambda _text: None) -> Path | None:
-        """The checkpoint that ``latest`` names. If it is not complete: the newest complete one, and an alert.
-
-        Raises:
-            CheckpointError: ``latest`` does not hold the name of a checkpoint.
-        """
+        """The checkpoint that ``latest`` names; if it is not complete, the newest complete one, and an alert. Raises
+        ``CheckpointError`` if ``latest`` does not hold the name of a checkpoint."""
         newest = self.newest_complete()
         try:
             name = self._pointer.read_text(encoding="utf-8", errors="replace").strip()
@@ -391,7 +361,6 @@ class CheckpointStore:
         """Write ``step_N``. An earlier ``step_N`` stays until the new one is complete, and is then moved aside.
 
         Args:
-            step: the number in the folder's name.
             state: JSON-compatible: data position, fingerprint and the like.
             tensors: for ``torch.save``: optimizer, schedule, random states.
             write_lora: called with the folder; writes the adapter.
@@ -430,9 +399,8 @@ class CheckpointStore:
     def load(self, folder: Path, fingerprint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """``(state, tensors)`` of a checkpoint, after every file of it was compared with its digest.
 
-        Raises:
-            DamagedCheckpointError: not a checkpoint, or a file of it is missing, unreadable or changed.
-            CheckpointError: of another model.
+        Raises ``DamagedCheckpointError`` if a file of it is missing, unreadable or changed, ``CheckpointError`` if it
+        is of another model.
         """
         path = folder / STATE_FILE
         try:

@@ -245,11 +245,7 @@ class FlowGRPOConfig(Section):
         if not fsdp.shard or rollout.is_elsewhere or not ENGINES[rollout.name].takes_actors_transformer:
             return
         # Sharded weights exist once, so engine and actor cannot hold them in two forms.
-        actors = {
-            "quantization": None,
-            "dtype": parts.model.dtype,
-            "rollout_attn_backend": parts.model.attn_backend,
-        }
+        actors = {"quantization": None, "dtype": parts.model.dtype, "rollout_attn_backend": parts.model.attn_backend}
         for name, same in actors.items():
             value = getattr(rollout, name)
             if value != same:

@@ -28,25 +28,22 @@ class SurvivingStream:
             self._stream.reconfigure(errors="backslashreplace")  # the C locale lacks the characters of our tables
         self._descriptor: int | None = None
         with suppress(AttributeError, OSError, ValueError):  # a stream without a file
-            self._descriptor = self._stream.fileno() if os.name == "posix" else None
+            self._descriptor = self._stream.fileno()
 
     def write(self, text: str) -> int:
         """Write ``text`` as far as the stream takes it."""
         try:
             for start in range(0, len(text), _PIECE):
-                self._wait()
+                # A blocked write could not be stopped by a signal.
+                patience = PATIENCE_S if self.failure is None else 0.0
+                if self._descriptor is not None and not select.select([], [self._descriptor], [], patience)[1]:
+                    raise TimeoutError("nobody reads it")
                 self._stream.write(text[start : start + _PIECE])
                 # At once: a message that is still in a buffer when the process is killed is lost.
                 self._stream.flush()
         except (OSError, ValueError) as error:
             self.failure = self.failure or error
         return len(text)
-
-    def _wait(self) -> None:
-        """Wait until the stream takes text: a blocked write could not be stopped by a signal."""
-        patience = PATIENCE_S if self.failure is None else 0.0
-        if self._descriptor is not None and not select.select([], [self._descriptor], [], patience)[1]:
-            raise TimeoutError("nobody reads it")
 
     def flush(self) -> None:
         """Do nothing: ``write`` has flushed."""

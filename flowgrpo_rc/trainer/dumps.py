@@ -48,27 +48,17 @@ class ScoredImage:
     reference: ReferenceImage | None = None
     """The first reference image of the prompt."""
 
-    @property
-    def file(self) -> str:
-        """Name of the PNG."""
-        return f"{self.number:05d}.png"
-
     def line(self, step: int) -> dict[str, Any]:
         """The image's line of ``images.jsonl``."""
-        columns = {name: getattr(self, name) for name in ("file", "prompt", "seed", "reward", "rewards")}
-        return {"step": step, **columns}
+        columns = {name: getattr(self, name) for name in ("prompt", "seed", "reward", "rewards")}
+        return {"step": step, "file": f"{self.number:05d}.png", **columns}
 
 
 class ImageDump:
-    """Writes the images of a step below one folder, which all processes must see.
+    """Writes the images of a step below one folder, which all processes must see and which is made where it is missing.
 
-    Args:
-        field: the setting that names the folder, for messages.
-        root: the folder; made where it is missing.
-        accelerator: each process writes its own images, the main one the lines of all.
-
-    Raises:
-        ValueError: the folder cannot be made or written.
+    Each process writes its own images, the main one the lines of all. Raises ``ValueError`` with the setting,
+    ``field``, if the folder cannot be made or written.
     """
 
     def __init__(self, field: str, root: str, accelerator: Any) -> None:
@@ -85,26 +75,27 @@ class ImageDump:
             ) from error
 
     def write(self, step: int, images: Sequence[ScoredImage]) -> None:
-        """Write the images of this process; every process calls it, also with none.
-
-        Raises:
-            OSError: on every process, if one could not write; an earlier folder of the step stays.
-        """
+        """Write the images of this process; every process calls it, also with none. Raises ``OSError`` if one could not
+        write its images, or the main one the rest; an earlier folder of the step stays."""
         target = self.root / f"step_{step:05d}"
         temporary = target.with_name(target.name + WRITING)
         problem = None
         try:
             temporary.mkdir(exist_ok=True)  # by another process, or one that was killed
             for image in images:
-                Image.fromarray(image.image).save(temporary / image.file, format="PNG")
-                sync_path(temporary / image.file)
+                path = temporary / f"{image.number:05d}.png"
+                Image.fromarray(image.image).save(path, format="PNG")
+                sync_path(path)
         except Exception as error:  # image libraries raise errors of their own
             problem = one_line(error)
-        # By number: an image that two processes drew, to have equal work, is one image.
-        lines = dict(gather_object([(image.number, image.line(step)) for image in images]))
+        shares = gather_object([(problem, {image.number: image.line(step) for image in images})])
+        problems = [one for one, _ in shares if one is not None]
         try:
-            self._agree(problem)
+            if problems:
+                raise OSError(problems[0])
             if self._main:
+                # By number: an image that two processes drew, to have equal work, is one image.
+                lines = {number: line for _, own in shares for number, line in own.items()}
                 for file in temporary.glob("*.png"):
                     if int(file.stem) not in lines:
                         file.unlink()  # of the killed process
@@ -113,14 +104,6 @@ class ImageDump:
                 shutil.rmtree(target, ignore_errors=True)
                 os.replace(temporary, target)
                 sync_path(self.root)
-        except OSError as error:
-            problem = str(error)
+        finally:
             if self._main:
                 shutil.rmtree(temporary, ignore_errors=True)
-        self._agree(problem)
-
-    def _agree(self, problem: str | None) -> None:
-        """Raise ``OSError`` on every process if one has a problem, so that none waits for another."""
-        found = [one for one in gather_object([problem]) if one is not None]
-        if found:
-            raise OSError(found[0])

@@ -8,19 +8,17 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.models.base import DiffusionModel, EncodedPrompt
+from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.digests import short_digest
 from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.models.prompt_store import PromptKey, PromptStore, open_store
-from flowgrpo_rc.models.prompts import check_length, check_prompts, encode_in_groups
+from flowgrpo_rc.models.prompts import check_length, check_prompts, encode_into
 from flowgrpo_rc.models.registry import FAMILIES
+from flowgrpo_rc.models.sharding import processes_on_node
 from flowgrpo_rc.prompt import Prompt, as_prompt
 from flowgrpo_rc.rollout.config import PipelineConfig
-from flowgrpo_rc.trainer.launch import processes_here
 
-BYTES_A_FILE = 64 * 2**20
-"""Bytes of embeddings per file: a kill loses no more, and tens of thousands of prompts are a few hundred files."""
 NAMED = 5
 """Rows that a message names at most."""
 
@@ -74,14 +72,9 @@ class Encoding:
 
 
 def open_checked(model: ModelConfig, sets: Sequence[PromptSet], accelerator: Any) -> tuple[PipelineLoader, PromptStore]:
-    """Check image sizes, guidance, prompt lengths and reference images of each set.
+    """Check image sizes, guidance, prompt lengths and reference images of each set, or raise ``ValueError``.
 
     Returns the model without its networks, and the store of its prompts.
-
-    Raises:
-        UnsupportedModelError: see ``PipelineLoader``.
-        PromptStoreError: the store is of another text encoder, or cannot be read.
-        ValueError: the model cannot take them; names the section or the prompt's place.
     """
     # The loader reads configurations and tokenizers, which the checks need, and no weights.
     loader = PipelineLoader(model.path, dtype=model.dtype, device=accelerator.device)
@@ -103,16 +96,12 @@ def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptS
     """Encode the prompts that the store lacks. Every process calls it; they share the work.
 
     The stored prompts are read once, to find damage before the run. The text encoders are loaded only if prompts are
-    missing, and freed after.
-
-    Raises:
-        PromptStoreError: the store cannot be written.
-        ValueError: an embedding is not finite.
+    missing, and freed after. An embedding that is not finite is a ``ValueError``.
     """
     # In a fixed order, so that every process takes the same shares.
     keys = list(dict.fromkeys(key for one in sets for key in one.keys(model)))
     encoded = 0
-    here = processes_here(accelerator)
+    here = processes_on_node(accelerator.num_processes)
     shares = [(accelerator.process_index, accelerator.num_processes)]
     if here < accelerator.num_processes:
         # Several machines may have no store in common; then each of them encodes all prompts.
@@ -125,7 +114,9 @@ def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptS
             warnings.warn(f"{damage}; its prompts are encoded anew", stacklevel=2)
         accelerator.wait_for_everyone()
         store.refresh()  # with the changes of the others
-        encoded += _encode(model, store, [key for key in own if key not in store])
+        missing = [key for key in own if key not in store]
+        encode_into(store, model, missing)
+        encoded += len(missing)
         accelerator.wait_for_everyone()
         store.refresh()
     # The count is for the line at the start; each process encoded its share.
@@ -133,30 +124,9 @@ def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptS
     return Encoding(len(keys), int(total), store.nbytes(keys))
 
 
-def _encode(model: DiffusionModel, store: PromptStore, keys: Sequence[PromptKey]) -> int:
-    """Encode these prompts and add them to the store; returns their number."""
-    if not keys:
-        return 0
-    # Before the text encoders are loaded, which takes longest.
-    store.check_writable()
-    held: dict[PromptKey, EncodedPrompt] = {}
-    with model.text_encoders():
-        for rows in encode_in_groups(model, keys):
-            held |= rows
-            if sum(row.embeds.nbytes for row in held.values()) >= BYTES_A_FILE:
-                store.add(held)
-                held = {}
-    if held:
-        store.add(held)
-    return len(keys)
-
-
 def check_numbers(pipeline_class: str, records: Sequence[PromptRecord]) -> None:
-    """Check that every prompt has as many reference images as pipelines of this class take.
-
-    Raises:
-        ValueError: some have more or fewer; names their rows.
-    """
+    """Raise ``ValueError`` with the rows of prompts that have more or fewer reference images than pipelines of this
+    class take."""
     fewest, most = FAMILIES[pipeline_class].images
     wrong = [record for record in records if not fewest <= len(record.images) <= most]
     if not wrong:
@@ -175,11 +145,8 @@ def check_numbers(pipeline_class: str, records: Sequence[PromptRecord]) -> None:
 
 
 def _check_grids(model: DiffusionModel, prompts: PromptSet) -> None:
-    """Check that the reference images of all prompts make the same grids of tokens, and so fit into one batch.
-
-    Raises:
-        ValueError: they do not, or an image cannot be scaled to ``reference_area``; names the rows.
-    """
+    """Raise ``ValueError`` unless the reference images of all prompts make the same grids of tokens, and so fit into
+    one batch."""
     area = prompts.pipeline.reference_area
     # Rows x columns of each image of a prompt -> places of the prompts.
     sources: dict[str, list[str]] = {}

@@ -10,9 +10,7 @@ from types import FrameType
 
 SAME_SIGNAL_SECONDS = 2.0
 """Launchers forward a signal that the terminal has already sent; one that follows this soon is the same one."""
-HANGUP = getattr(signal, "SIGHUP", None)
-"""Sent when the terminal closes; Windows has no such signal."""
-STOPPING = tuple(n for n in (signal.SIGINT, signal.SIGTERM, HANGUP) if n is not None)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run."""
 INTERRUPTED = 130
 """Exit code of a process that one of them ended."""
@@ -20,12 +18,10 @@ INTERRUPTED = 130
 
 @contextmanager
 def stop_request(on_request: Callable[[], None]) -> Iterator[threading.Event]:
-    """Inside, the first SIGINT, SIGTERM or SIGHUP sets the yielded event.
+    """Inside, the first SIGINT, SIGTERM or SIGHUP sets the yielded event and calls ``on_request``, in the signal's
+    handler.
 
     A later SIGINT or SIGTERM raises ``KeyboardInterrupt``. A SIGHUP that is ignored (``nohup``) stays ignored.
-
-    Args:
-        on_request: called in the signal handler, so that it must neither raise nor write to a buffered stream.
     """
     requested = threading.Event()
 
@@ -35,7 +31,7 @@ def stop_request(on_request: Callable[[], None]) -> Iterator[threading.Event]:
 
     def again(number: int) -> None:
         # A terminal that closes may send several hangups; only the other signals come from an impatient user.
-        if number != HANGUP:
+        if number != signal.SIGHUP:
             raise KeyboardInterrupt
 
     with _handling(first, again):
@@ -80,8 +76,8 @@ def _handling(first: Callable[[], None], again: Callable[[int], None]) -> Iterat
             again(number)
 
     previous = {number: signal.getsignal(number) for number in STOPPING}
-    if HANGUP is not None and previous[HANGUP] is signal.SIG_IGN:
-        del previous[HANGUP]
+    if previous[signal.SIGHUP] is signal.SIG_IGN:
+        del previous[signal.SIGHUP]
     for number in previous:
         signal.signal(number, handle)
     try:

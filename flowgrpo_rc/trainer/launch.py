@@ -1,7 +1,6 @@
 """The processes of a launch, as far as the launcher's environment variables describe them."""
 
 import os
-from typing import Any
 
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 """Variables in which launchers put a process's number."""
@@ -20,11 +19,6 @@ def rank() -> int:
     A number without a launcher, left over in the environment, does not count; accelerate ignores it too.
     """
     return int(next((os.environ[name] for name in _RANKS if name in os.environ), "0")) if has_peers() else 0
-
-
-def processes_here(accelerator: Any) -> int:
-    """The number of the run's processes on this machine; launchers other than ``torchrun`` count one machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
 
 
 def report_to_launcher(error: BaseException) -> None:

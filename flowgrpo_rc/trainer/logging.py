@@ -1,9 +1,12 @@
-"""The log of a run: ``metrics.jsonl``, trackers, a progress bar and the closing table."""
+"""The log of a run: its first lines, ``metrics.jsonl``, trackers, a progress bar and the closing table."""
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.correction import RolloutCorrectionConfig
+from flowgrpo_rc.correction.options.explanation import in_force
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.report.checks_gap import GAP
 from flowgrpo_rc.report.history import History
@@ -38,12 +41,9 @@ class RunLogger:
         self._trackers = trackers
         self._main = accelerator.is_main_process
         self._total = total_steps
-        self._console = Console(
-            quiet=not (self._main and "console" in trackers),
-            highlight=False,
-            markup=False,  # file names may have brackets and colons
-            emoji=False,
-        )
+        # No markup: file names may have brackets and colons.
+        quiet = not (self._main and "console" in trackers)
+        self._console = Console(quiet=quiet, highlight=False, markup=False, emoji=False)
         self._progress: Any = None
         self._task: Any = None
 
@@ -64,13 +64,8 @@ class RunLogger:
             except Exception as error:  # trackers raise errors of every kind, and none may end the run
                 self._report_lost(", ".join(others), error)
         if self._console.is_terminal and not self._console.quiet:
-            self._progress = Progress(
-                MofNCompleteColumn(),
-                BarColumn(24),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=self._console,
-            )
+            columns = (MofNCompleteColumn(), BarColumn(24), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+            self._progress = Progress(*columns, console=self._console)
             self._task = self._progress.add_task("training", total=self._total, completed=first_step, note="")
             self._progress.start()
 
@@ -86,12 +81,8 @@ class RunLogger:
         self.say(text)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record one step.
-
-        Raises:
-            NonFiniteMetricError: a metric is NaN or infinite, by name.
-            RunFolderError: ``metrics.jsonl`` cannot be written; trackers did not receive the row either.
-        """
+        """Record one step. Raises ``NonFiniteMetricError`` with the names of metrics that are NaN or infinite, and
+        ``RunFolderError`` if ``metrics.jsonl`` cannot be written; trackers did not receive the row either."""
         # Before the row is written: records are never taken back.
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
@@ -144,3 +135,39 @@ class RunLogger:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path, processes: int) -> list[str]:
+    """First lines of a run, one each: batch arithmetic, rewards, rollouts, guidance and the correction ``rc``."""
+    rollout = config.actor_rollout_ref.rollout
+    window = rollout.window
+    actor = config.actor_rollout_ref.actor
+    prompts = config.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
+    # Per process, as the micro-batch is.
+    images = mini * rollout.n // processes
+    micro = f"{min(actor.ppo_micro_batch_size_per_gpu, images)} images x {window.size} SDE steps"
+    if actor.ppo_micro_batch_rows is not None:
+        micro = f"{min(actor.ppo_micro_batch_rows, images * window.size)} rows (SDE steps of images)"
+    # At 1 and below the negative prompt has no weight.
+    guidance = "none"
+    if rollout.pipeline.true_cfg_scale > 1:
+        batched = config.actor_rollout_ref.model.batch_guidance
+        forwards = "one forward for both halves" if batched else "a forward for each half"
+        gradient = "the update's gradient goes through both halves"
+        if actor.detach_unconditional:
+            gradient = "the update's gradient leaves the unconditional half out (detach_unconditional)"
+        guidance = f"true_cfg_scale={rollout.pipeline.true_cfg_scale:g}, {forwards}; {gradient}"
+    lag = f", {rollout.staleness} batches behind the actor" if rollout.staleness else ""
+    return [
+        f"Run folder: {root}",
+        f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "
+        f"{rollout.pipeline.width}x{rollout.pipeline.height} on {processes} process(es); "
+        f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
+        f"micro-batches of {micro}",
+        f"Reward: {config.reward.in_words()}",
+        f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {rollout.algo.sde_type}, window {window.size} in "
+        f"[{window.first}, {window.stop}) of {rollout.pipeline.num_inference_steps} steps",
+        f"Guidance: {guidance}",
+        f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
+    ]

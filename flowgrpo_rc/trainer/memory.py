@@ -1,9 +1,9 @@
 """Check before a run that it fits the memory of its GPUs, by the planner."""
 
-import os
 import warnings
 
 from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.models.sharding import processes_on_node
 from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.memory import MemoryPlan
 from flowgrpo_rc.planner.pipeline import PlanError
@@ -27,16 +27,13 @@ def planned_run(config: FlowGRPOConfig) -> PlannedRun:
 def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) -> MemoryPlan | None:
     """Warn if the planner finds that the run does not fit GPUs of ``device_bytes`` each; returns the plan.
 
-    A model without known configuration files (on the hub, not yet downloaded) cannot be planned and passes.
-
-    Raises:
-        PlanError: the tensors of the update alone exceed the device's memory, and a smaller micro-batch would fit.
+    A model without known configuration files (on the hub, not yet downloaded) cannot be planned and passes. Raises
+    ``PlanError`` if the tensors of the update alone exceed the device's memory, and a smaller micro-batch would fit.
     """
     try:
         run = planned_run(config)
         # Weights are shared within a node alone.
-        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
-        size = run.actor.fsdp_config.processes_to_a_copy(on_node)
+        size = run.actor.fsdp_config.processes_to_a_copy(processes_on_node(num_processes))
         plan = MemoryPlan(run.with_settings({f"{ACTOR}.fsdp_config.fsdp_size": size}))
         memory = plan.memory(plan.run, num_processes)
     # The planner knows no configuration of this model.

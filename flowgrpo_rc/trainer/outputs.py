@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
@@ -30,12 +29,7 @@ OPERATORS = 40
 
 
 class RunOutputs:
-    """Writes outputs that a run can go on without.
-
-    Args:
-        folder: the run folder.
-        alert: reports an output that could not be written.
-    """
+    """Writes outputs that a run can go on without, and reports by ``alert`` those that could not be written."""
 
     def __init__(self, folder: RunFolder, alert: Callable[[str], object]) -> None:
         self._folder = folder
@@ -102,12 +96,10 @@ class RunOutputs:
 
     def adapters(self, run: Run) -> list[Path]:
         """Write the final adapter, and its average if there is one; returns the files written."""
-        states: dict[Path, dict[str, Tensor] | None] = {self._folder.lora: None}
         average = run.actor.averaged_state()
-        if average is not None:
-            states[self._folder.lora_ema] = average
         written: list[Path] = []
-        for folder, state in states.items():
+        for folder in [self._folder.lora, *([] if average is None else [self._folder.lora_ema])]:
+            state = average if folder == self._folder.lora_ema else None
             # At full strength: other programs do not read ``lora_alpha`` from the metadata.
             write = partial(save_lora, run.model, run.actor.transformer, state=state, full_strength=True)
             with self.attempt(f"{folder}/"):
@@ -137,11 +129,8 @@ class RunOutputs:
         return pictures
 
     def raise_unwritten(self, step: int, kept: Sequence[Path | None]) -> None:
-        """End a run by naming everything that could not be written.
-
-        Raises:
-            RunFolderError: something could not; the message names it, and the files in ``kept``.
-        """
+        """End a run by a ``RunFolderError`` with everything that could not be written and the files in ``kept``, if any
+        was lost."""
         if self.unwritten:
             lost = "; ".join(f"{what} ({one_line(error)})" for what, error in self.unwritten)
             names = ", ".join(str(path) for path in kept if path is not None)

@@ -15,7 +15,7 @@ from flowgrpo_rc.rollout.pool import PendingRollout
 from flowgrpo_rc.rollout.proof import HeldAdapter
 from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
 from flowgrpo_rc.sde import draw_window_start, progressive_window_start
-from flowgrpo_rc.trainer.scoring import BatchScoring, RolloutScoring
+from flowgrpo_rc.trainer.scoring import RolloutScoring
 from flowgrpo_rc.trainer.setup import Run
 
 
@@ -43,11 +43,7 @@ class RolloutQueue:
     """Submits batches up to ``rollout.ahead`` batches early, and returns their images in order.
 
     A ``RolloutPool`` draws them while the actor learns from earlier batches. Any other engine draws a batch when it is
-    wanted, with the same numbers.
-
-    Args:
-        run: has the engine, the adapters, the prompts, the rewards and the configuration.
-        mode: the configured mode.
+    wanted, with the same numbers. ``mode`` is the configured one.
     """
 
     def __init__(self, run: Run, mode: ModeInForce) -> None:
@@ -56,12 +52,6 @@ class RolloutQueue:
         self._adapter = run.adapter
         rollout = run.config.actor_rollout_ref.rollout
         self._ahead = rollout.ahead
-        self._scoring = BatchScoring(
-            run.reward,
-            rollout.micro_batch_size,
-            overlaps=run.config.reward.overlap,
-            ahead=rollout.ahead > 0 and isinstance(run.engine, RolloutPool),
-        )
         # In bypass mode the engine is the old policy, and objectives that compare means need its means. The guard may
         # change the mode before the batch is learned from, so that the configured mode decides.
         self._record_means = mode.objective.needs_old_means and mode.bypasses
@@ -89,9 +79,6 @@ class RolloutQueue:
         """Wait for the images of the batch that ``next`` returned last, and remove it.
 
         Its scoring takes images as they arrive. Returns them and the adapter that they must have been drawn with.
-
-        Raises:
-            RolloutError: see the engine.
         """
         batch, held, pending = self._queue.popleft()
         # A pool has drawn since the request; its adapter is the one of that time.
@@ -135,7 +122,10 @@ class RolloutQueue:
             record_means=self._record_means,
         )
         records = [record for record in prompts for _ in range(rollout.n)]
-        return BatchRequest(step, prompts, group, request, self._scoring(records))
+        ahead = rollout.ahead > 0 and isinstance(self._engine, RolloutPool)
+        overlaps = run.config.reward.overlap
+        scoring = RolloutScoring(run.reward, records, rollout.micro_batch_size, overlaps=overlaps, ahead=ahead)
+        return BatchRequest(step, prompts, group, request, scoring)
 
     def window_starts(self, groups: list[int], step: int) -> list[int]:
         """First stochastic step of each prompt group of a step's batch."""

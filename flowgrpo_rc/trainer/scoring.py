@@ -4,7 +4,6 @@ Images of later batches are scored while the actor learns.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,14 +21,10 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 
 def names_of_all(named: Sequence[Collection[str]]) -> list[str]:
-    """The names of rewards and of parts of rewards, which must be the same everywhere; in the order of the first.
+    """The names of rewards and of their parts, in the order of the first process or image.
 
-    Args:
-        named: the names that each process, or each image, has.
-
-    Raises:
-        RewardError: they differ, so that there is no mean over all images. Every process that gets the same names
-            raises it.
+    Raises ``RewardError`` unless they are the same everywhere: else there is no mean over all images. Every process
+    that gets the same names raises it.
     """
     first = list(named[0])
     # Every process compares the same lists, so all raise together and none waits for the others.
@@ -48,11 +43,8 @@ Gather = Callable[[Tensor], Tensor]
 
 
 def reward_statistics(scored: RewardResult, gather: Gather) -> dict[str, float]:
-    """Mean, deviation and range of the reward, and mean and deviation of every part.
-
-    Raises:
-        RewardError: the processes' functions do not report the same parts of their scores.
-    """
+    """Mean, deviation and range of the reward, and mean and deviation of every part. Raises ``RewardError`` if the
+    processes' functions do not report the same parts of their scores."""
     columns = {"mean": scored.total} | scored.parts | scored.inner_parts
     names = names_of_all(gather_object([list(columns)]))
     # In float64, so that the means do not depend on the number of processes.
@@ -74,16 +66,10 @@ def batch_advantages(
     gather: Gather,
     rank: int,
 ) -> tuple[Float[Tensor, " B"], dict[str, float]]:
-    """This process's advantages and their metrics.
+    """This process's advantages and their metrics; ``gather`` collects tensors of all processes, ``rank`` is this one.
 
-    Args:
-        config: of the run.
-        scored: rewards of this process's images.
-        group: position of each image's prompt in the batch; its images are compared with each other.
-        keep: with ``rejection_aware_baseline`` the images that have a kept step; others do not enter the statistics of
-            their group.
-        gather: collects tensors of all processes.
-        rank: of this process.
+    Images with one ``group``, the position of their prompt in the batch, are compared with each other. With
+    ``rejection_aware_baseline`` only those that ``keep`` names, which have a kept step, enter the statistics.
     """
     keep = None if keep is None else gather(keep)
     group = gather(group)
@@ -109,31 +95,24 @@ def batch_advantages(
     }
 
 
-@dataclass(frozen=True)
-class BatchScoring:
-    """Makes the scoring of each batch of a run."""
-
-    mix: RewardMix
-    part: int
-    """Images of a micro-batch of a rollout."""
-    overlaps: bool
-    """Score images while others are drawn."""
-    ahead: bool = False
-    """Score images of a batch before the trainer comes to it."""
-
-    def __call__(self, records: Sequence[PromptRecord]) -> "RolloutScoring":
-        """The scoring of the next batch, given the prompt of every image."""
-        return RolloutScoring(self, [record.prompt for record in records], [record.metadata for record in records])
-
-
 class RolloutScoring(PartialScoring):
-    """Scores the images of a rollout as they come; a context manager that scores nothing more on exit."""
+    """Scores the images of a rollout as they come; a context manager that scores nothing more on exit.
 
-    def __init__(self, run: BatchScoring, prompts: Sequence[str], metadata: Sequence[dict]) -> None:
-        super().__init__(run.mix, prompts, metadata, run.part)
+    Args:
+        mix: the rewards.
+        records: the prompt of every image.
+        part: images of a micro-batch of the rollout.
+        overlaps: score images while others are drawn.
+        ahead: score images of a batch before the trainer comes to it.
+    """
+
+    def __init__(
+        self, mix: RewardMix, records: Sequence[PromptRecord], part: int, *, overlaps: bool, ahead: bool = False
+    ) -> None:
+        super().__init__(mix, [record.prompt for record in records], [record.metadata for record in records], part)
         # Only functions that other processes compute leave the training its interpreter and its GPU.
-        self._early = [name for name in run.mix.queues if run.overlaps and run.ahead]
-        self._late = [name for name in run.mix.streaming if run.overlaps and name not in self._early]
+        self._early = [name for name in mix.queues if overlaps and ahead]
+        self._late = [name for name in mix.streaming if overlaps and name not in self._early]
         self._drawn: list[np.ndarray] = []
 
     @property
@@ -144,12 +123,8 @@ class RolloutScoring(PartialScoring):
         return lambda _, images: self.score_ahead(images.numpy(), self._early, urgency=AHEAD)
 
     def take(self, rows: Tensor, images: Tensor) -> None:
-        """``RolloutRequest.on_images``.
-
-        Raises:
-            RewardError: a reward failed on earlier images.
-            RolloutSyncError: the images do not come in the order of the request.
-        """
+        """``RolloutRequest.on_images``. Raises ``RewardError`` if a reward failed on earlier images,
+        ``RolloutSyncError`` if the images do not come in the order of the request."""
         if not self._late:
             return
         count = sum(map(len, self._drawn))
@@ -167,9 +142,8 @@ class RolloutScoring(PartialScoring):
     def result(self, images: np.ndarray) -> RewardResult:
         """The rewards of all images; waits for those that are still being scored.
 
-        Raises:
-            RewardError: see ``RewardMix``.
-            RolloutSyncError: the engine has answered with other images than it delivered.
+        Raises ``RewardError`` as ``RewardMix``, ``RolloutSyncError`` if the engine has answered with other images than
+        it delivered.
         """
         # An engine that reuses a buffer would have had other images scored than it returns.
         first = 0

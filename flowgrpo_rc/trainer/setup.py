@@ -21,7 +21,7 @@ from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
 from flowgrpo_rc.models.attention import check_attention_backend
 from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.config import AS_ROLLOUT
-from flowgrpo_rc.models.sharding import check_sharding, shard_base
+from flowgrpo_rc.models.sharding import check_sharding, processes_on_node, shard_base
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
 from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
@@ -34,20 +34,14 @@ from flowgrpo_rc.trainer.checkpoint import fingerprint
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.dumps import ImageDump
 from flowgrpo_rc.trainer.encoding import PromptSet, check_numbers, fill_store, open_checked, references_digest
-from flowgrpo_rc.trainer.launch import processes_here
 from flowgrpo_rc.trainer.memory import check_memory
 
 
 class Run:
     """The parts of a run. Data, rewards, processes and the model's index are checked before the model is loaded.
 
-    Args:
-        config: the validated configuration.
-        project_dir: folder of the trackers.
-
-    Raises:
-        ValueError: the configuration does not fit the data, the processes or the model; names the field.
-        FileNotFoundError, ImportError: a file or an extra is missing.
+    ``project_dir`` is the folder of the trackers. Raises ``ValueError`` with the field if the configuration does not
+    fit the data, the processes or the model; ``FileNotFoundError``, ``ImportError`` if a file or an extra is missing.
     """
 
     def __init__(self, config: FlowGRPOConfig, project_dir: str) -> None:
@@ -104,7 +98,7 @@ class Run:
         self.accelerator = make_accelerator(config, log_with=trackers, project_dir=project_dir)
         require_agreement(settings_of(config, self.train_prompts, self.val_prompts))
         config.check_processes(self.accelerator.num_processes)
-        self._share = Share(self.accelerator.local_process_index, processes_here(self.accelerator))
+        self._share = Share(self.accelerator.local_process_index, processes_on_node(self.accelerator.num_processes))
         check_placement(config.actor_rollout_ref.rollout, self._share)
         self.seconds_at_peak: float | None = None
         """Time of a step on a GPU of this kind at its peak; ``None`` if unknown."""
@@ -120,10 +114,12 @@ class Run:
         if lora.torch_compile:
             _check_compiler(self.accelerator.device.type)
         _check_attention(config, pipeline_class, self.accelerator.device)
-        self.rollout_dump = self._dump("rollout_data_dir")
-        """Writes the images of every rollout; ``None`` if none are kept."""
-        self.validation_dump = self._dump("validation_data_dir")
-        """Writes the images of every validation; ``None`` if none are kept."""
+        # Write the images of every rollout and of every validation; ``None`` if none are kept.
+        self.rollout_dump, self.validation_dump = (
+            None if folder is None else ImageDump(f"trainer.{field}", folder, self.accelerator)
+            for field in ("rollout_data_dir", "validation_data_dir")
+            for folder in [getattr(trainer, field)]
+        )
         self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
         self._load_model()
         self.fingerprint = fingerprint(config, self.model, self.reward, references_digest(self.train_prompts))
@@ -134,10 +130,6 @@ class Run:
         """Calibrated clip bands; ``None`` without ``clip_ratio=auto``."""
         self.rejection_bands = RejectionBands.configured(mode.rollout_correction)
         """Calibrated rejection bands; ``None`` without ``rollout_rs_threshold=auto``."""
-
-    def _dump(self, field: str) -> ImageDump | None:
-        folder = getattr(self.config.trainer, field)
-        return None if folder is None else ImageDump(f"trainer.{field}", folder, self.accelerator)
 
     def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
@@ -191,11 +183,7 @@ class Run:
 
 
 def make_accelerator(config: FlowGRPOConfig, **more: Any) -> Any:
-    """The ``Accelerator`` of a configuration: its device, precision and time-out of the processes.
-
-    Args:
-        more: further arguments, as accelerate names them.
-    """
+    """The ``Accelerator`` of a configuration; ``more`` are further arguments, as accelerate names them."""
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
@@ -212,18 +200,15 @@ def read_prompts(config: FlowGRPOConfig) -> tuple[list[PromptRecord], list[Promp
     """The prompts of training and of validation; there may be no validation prompts.
 
     Raises:
-        ValueError: a file is damaged, or there are no training prompts.
-        FileNotFoundError: a file is missing.
+        ValueError: a file is missing or damaged, or there are no training prompts.
     """
     data = config.data
-    found: list[list[PromptRecord]] = []
-    for field, files, limit in (
-        ("data.train_files", data.train_files, data.train_max_samples),
-        ("data.val_files", data.val_files, data.val_max_samples),
-    ):
-        paths = [resolve_asset(path) for path in file_list(field, files)]
-        found.append(load_prompts(paths, prompt_key=data.prompt_key, max_samples=limit) if paths else [])
-    train, validation = found
+
+    def read(files: Any, limit: int | None) -> list[PromptRecord]:
+        paths = [resolve_asset(path) for path in file_list("data", files)]
+        return load_prompts(paths, prompt_key=data.prompt_key, max_samples=limit) if paths else []
+
+    train, validation = read(data.train_files, data.train_max_samples), read(data.val_files, data.val_max_samples)
     if not train:
         raise ValueError("data.train_files: is empty; give a .txt, .jsonl or .parquet file of prompts")
     return train, validation
@@ -246,8 +231,8 @@ def _check_attention(config: FlowGRPOConfig, name: str, device: torch.device) ->
     # Under autocast the outputs of linear layers are bfloat16, for weights of any dtype.
     actor = "bfloat16" if config.trainer.mixed_precision == "bf16" else parts.model.dtype
     check = partial(check_attention_backend, pipeline_class=name, folder=folder, device=device)
-    field = "actor_rollout_ref.model.attn_backend"
-    check(field, parts.model.attn_backend, dtype=torch_dtype(actor), trains=True)
+    own = parts.model.attn_backend
+    check("actor_rollout_ref.model.attn_backend", own, dtype=torch_dtype(actor), trains=True)
     field = "actor_rollout_ref.rollout.rollout_attn_backend"
     backend = parts.rollout.rollout_attn_backend
     if parts.rollout.name == "diffusers":

@@ -32,19 +32,17 @@ from flowgrpo_rc.rollout.base import MeasuresMemory
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.run_folder import RunFolder, RunFolderError
 from flowgrpo_rc.trainer import launch
-from flowgrpo_rc.trainer.announcement import announcement
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore, random_states, resume_run, save_run
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.interrupt import stop_request
-from flowgrpo_rc.trainer.logging import RunLogger
+from flowgrpo_rc.trainer.logging import RunLogger, announcement
 from flowgrpo_rc.trainer.outputs import RunOutputs
-from flowgrpo_rc.trainer.performance import peak_memory, speed
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue
 from flowgrpo_rc.trainer.scoring import batch_advantages, reward_statistics
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timeline import Timeline
-from flowgrpo_rc.trainer.timer import StageTimer
+from flowgrpo_rc.trainer.timer import StageTimer, peak_memory, speed
 from flowgrpo_rc.trainer.validation import validate
 
 if TYPE_CHECKING:
@@ -176,10 +174,9 @@ class FlowGRPOTrainer:
         check_rollout(request, trajectories, self.run.model, held, self.config.actor_rollout_ref.rollout.dtype)
 
     def _score(self, batch: TensorDict, cond: Conditioning) -> OldPolicy | None:
-        """The old policy: the rollout's in bypass mode, else the actor's.
+        """The old policy: the rollout's in bypass mode, else the actor's, of the last rows of the batch.
 
-        It covers the last rows of the batch. The rows before are the first mini-batch, whose old policy the update's
-        own forward supplies; ``None``: the first mini-batch is the whole batch.
+        The rows before, which may be all, are the first mini-batch: the update's own forward supplies their old policy.
         """
         if self.run.rejection_bands is not None:
             batch[Key.ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[Key.TIMESTEPS])
@@ -335,13 +332,9 @@ class FlowGRPOTrainer:
         return metrics
 
     def save(self, *, last: bool = False) -> None:
-        """Write ``checkpoints/step_N``; on several processes the main one writes.
+        """Write ``checkpoints/step_N``, on the main process, or raise ``CheckpointError``.
 
-        Args:
-            last: no step follows, so that a failure must not keep the final adapter from being written.
-
-        Raises:
-            CheckpointError: it cannot be written; with ``last`` ``fit`` reports it at the end.
+        With ``last``, where no step follows, ``fit`` reports the error at the end, after the final adapter is written.
         """
         self._saved_step = self.step
         # Rewards may draw from the global generators of every process.
@@ -356,11 +349,9 @@ class FlowGRPOTrainer:
         self.accelerator.wait_for_everyone()
 
     def _announce(self) -> None:
-        """Print what the numbers of the configuration amount to."""
         say = self.logger.say
-        window = self.config.actor_rollout_ref.rollout.window
         rc = self.mode.rollout_correction
-        for text in announcement(self.config, rc, self.folder.root, window, self.accelerator.num_processes):
+        for text in announcement(self.config, rc, self.folder.root, self.accelerator.num_processes):
             say(text)
         say(f"Prompts: {self.run.encoding}; in {self.run.store.folder}")
         if self.run.actor.recomputes:
@@ -372,11 +363,8 @@ class FlowGRPOTrainer:
             )
 
     def _finish(self) -> None:
-        """Write the final adapter, the plots, the before/after picture and the closing table.
-
-        Raises:
-            RunFolderError: names everything that could not be written, during the run too, and what was kept.
-        """
+        """Write the final adapter, the plots, the before/after picture and the closing table. Raises ``RunFolderError``
+        with all that could not be written, during the run too, and what was kept."""
         adapters: list[Path] = []
         if self._main:
             adapters = self.outputs.adapters(self.run)

@@ -32,18 +32,12 @@ Generate = Callable[[RolloutRequest], Trajectories]
 
 
 def validate(run: Run, generate: Generate) -> tuple[dict[str, float], list[ScoredImage], list[ScoredImage]]:
-    """Score ``val_kwargs.n`` images of every validation prompt.
+    """Score ``val_kwargs.n`` images of every validation prompt, split over the processes.
 
     The number of image ``k`` of prompt ``i`` is ``k * prompts + i``. It always starts from the same noise, so that two
-    validations differ by the adapter only. The images are split over the processes. A process with one image less
-    samples another one again, so that all engines have equal work.
-
-    Returns:
-        The mean rewards over all processes as ``val/reward/...``, this process's images, and the first images of all
-        processes, for the grids.
-
-    Raises:
-        RewardError: a function failed, or did not report the same parts of its score for all images.
+    validations differ by the adapter only. Returns the mean rewards over all processes as ``val/reward/...``, this
+    process's images, and the first images of all processes, for the grids. Raises ``RewardError`` if a function failed,
+    or did not report the same parts of its score for all images.
     """
     accelerator = run.accelerator
     count = len(run.val_prompts) * run.config.actor_rollout_ref.rollout.val_kwargs.n
@@ -120,11 +114,8 @@ def _seed(run: Run, number: int) -> int:
 
 
 def save_grid(path: Path, title: str, samples: Sequence[ScoredImage], columns: int = 12) -> None:
-    """Write one PNG with captioned images under a title, each to the right of its reference image.
-
-    Raises:
-        ValueError: a reference is gone or has changed.
-    """
+    """Write one PNG with captioned images under a title, each to the right of its reference image. Raises
+    ``ValueError`` if a reference is gone or has changed."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default(11)

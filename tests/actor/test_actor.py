@@ -248,12 +248,7 @@ def test_the_share_clipped_at_first_is_of_what_rejection_keeps(tiny_model):
 
 
 def test_everything_rejected_skips_the_step(tiny_model):
-    rc = {
-        "bypass_mode": True,
-        "rollout_is": None,
-        "rollout_rs": "seq_mean_k1",
-        "rollout_rs_threshold": "2.0_3.0",
-    }
+    rc = {"bypass_mode": True, "rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "2.0_3.0"}
     setup = Setup(tiny_model, rollout_correction=rc, optim={"lr": 1e-3, "weight_decay": 0.5})
     before = adapter_state(setup.actor.transformer)
     with pytest.warns(UserWarning, match="rejected a whole mini-batch: its optimizer step is skipped"):

@@ -33,13 +33,7 @@ class Rig:
         model = load_model("asset:tiny_qwen_image")
         engine = DiffusersEngine(model, LORA, dtype=torch.bfloat16, micro_batch_size=8, device="cpu")
         self.actor = DiffusionActor(
-            model,
-            config(),
-            LORA,
-            Accelerator(cpu=True),
-            sde_type="sde",
-            noise_level=0.7,
-            total_optimizer_steps=100,
+            model, config(), LORA, Accelerator(cpu=True), sde_type="sde", noise_level=0.7, total_optimizer_steps=100
         )
         generator = torch.Generator().manual_seed(1)
         for parameter in adapter_parameters(self.actor.transformer).values():

@@ -25,22 +25,13 @@ def test_row_layout(folder: Path) -> None:
     ]
     assert pyarrow.parquet.read_table(written[0].path).to_pylist()[1] == {
         "data_source": "flow_grpo/ocr",
-        "prompt": [
-            {"role": "system", "content": SYSTEM_PROMPT},
-            {"role": "user", "content": 'a "Cafe" door'},
-        ],
-        "negative_prompt": [
-            {"role": "system", "content": SYSTEM_PROMPT},
-            {"role": "user", "content": " "},
-        ],
+        "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": 'a "Cafe" door'}],
+        "negative_prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": " "}],
         "ability": "ocr",
         "reward_model": {"style": "model", "ground_truth": "Cafe"},
         "extra_info": {"split": "train", "index": 1},
     }
-    assert sorted(path.name for path in (folder / "out" / "ocr").iterdir()) == [
-        "test.parquet",
-        "train.parquet",
-    ]
+    assert sorted(path.name for path in (folder / "out" / "ocr").iterdir()) == ["test.parquet", "train.parquet"]
 
 
 def test_round_trip_through_load_prompts(folder: Path) -> None:

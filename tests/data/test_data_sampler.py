@@ -76,8 +76,6 @@ def test_numbers_out_of_range(arguments: tuple[Any, ...], message: str) -> None:
         ({"batch_size": 2}, r"batch_size=2, this run has 3; resume with the same data.train_batch_size or"),
         ({"seed": 6}, r"seed=6, this run has 5; resume with the same data.seed or"),
         ({"shuffle": False}, r"shuffle=False, this run has True; resume with the same data.shuffle or"),
-        ({"position": 3}, r"epoch 0 and batch 3, does not exist: an epoch has 3 batches"),
-        ({"epoch": -1}, r"epoch -1 and batch 0, does not exist"),
     ],
 )
 def test_state_of_another_run_is_refused(other: dict[str, Any], message: str) -> None:

@@ -1,6 +1,8 @@
 """docs/metrics.md against the code: every metric that is logged has a row, and every row a metric that is logged."""
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,11 @@ from tests_support import SMALL_RUN
 from flowgrpo_rc import DiffusionActorConfig, DiffusionLossConfig, token_loss
 from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.correction.plan import RS_OPTIONS
+from flowgrpo_rc.rollout import RolloutPool
 from flowgrpo_rc.rollout.pool import EngineWork
 from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
-from flowgrpo_rc.trainer.performance import peak_memory, speed
-from flowgrpo_rc.trainer.timeline import ProcessAccount, metrics_of
+from flowgrpo_rc.trainer.timeline import Timeline
+from flowgrpo_rc.trainer.timer import peak_memory, speed
 
 STAGES = "rollout|probe|reward|score|correct|advantage|update|sync|validate|save|log"
 PLACEHOLDERS = {
@@ -115,7 +118,9 @@ def _names_on_a_gpu():
 
 
 def _names_of_engines():
-    return set(metrics_of([ProcessAccount([EngineWork("a", [], None, False)], 0.0, 1.0, 0.5, 0)]))
+    pool: Any = object.__new__(RolloutPool)
+    pool.take_account = lambda: [EngineWork("a", [], None, False)]
+    return set(Timeline(pool, SimpleNamespace(process_index=0, num_processes=1)).take([])[1])
 
 
 @pytest.mark.run

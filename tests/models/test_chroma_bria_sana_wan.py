@@ -39,7 +39,7 @@ def chroma_mask(model, prompts, length):
     """The mask that the adapter gives the transformer."""
     cond = Conditioning(PromptEncoder(model, length)(prompts), None, 1.0, None, 32, 32)
     latents = torch.zeros(len(prompts), *model.latent_shape(32, 32))
-    return model._inputs(torch.float32, latents, torch.zeros(len(prompts)), cond.prompts, cond)["attention_mask"]
+    return model._inputs(torch.float32, latents, torch.zeros(len(prompts)), cond)["attention_mask"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -162,7 +162,7 @@ def test_wan_2_2_is_told_the_noise_level_of_every_token():
     for expands, shape in ((False, (3,)), (True, (3, 4))):
         model = Wan(wan.build(expand_timesteps=expands))
         latents, level, cond = state(model)
-        inputs = model._inputs(torch.float32, latents, level, cond.prompts, cond)
+        inputs = model._inputs(torch.float32, latents, level, cond)
         assert inputs["timestep"].shape == shape
 
 

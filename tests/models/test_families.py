@@ -152,11 +152,7 @@ def test_rescored_log_probs_are_the_recorded_ones_but_for_precision(name, model)
     request = RolloutRequest(cond, torch.arange(3), 6, SEEDS, torch.tensor([0, 1, 2]), 2, noise_level=0.7)
     rows = cond.rows(request.prompt_index, CPU)
     gaps = {}
-    precisions = {
-        "float32": (torch.float32, None),
-        "bfloat16": (torch.bfloat16, None),
-        "fp8": (torch.bfloat16, "fp8"),
-    }
+    precisions = {"float32": (torch.float32, None), "bfloat16": (torch.bfloat16, None), "fp8": (torch.bfloat16, "fp8")}
     for precision, (dtype, rounded) in precisions.items():
         engine = DiffusersEngine(model, LORA, dtype=dtype, micro_batch_size=2, device="cpu", quantization=rounded)
         state = {name: tensor.float() for name, tensor in adapter_state(engine.transformer, engine.adapter).items()}

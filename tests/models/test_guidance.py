@@ -111,7 +111,7 @@ def test_detaching_leaves_the_scaled_gradient_of_the_conditional_half(tiny_sd3_p
     parameters = list(adapter_parameters(model.transformer).values())
 
     def half(prompts):
-        inputs = model._inputs(torch.float64, latents, timesteps.double(), prompts, cond)
+        inputs = model._inputs(torch.float64, latents, timesteps.double(), replace(cond, prompts=prompts))
         output = model.transformer(**inputs, return_dict=False)[0]
         weights = torch.linspace(-1, 1, output.numel()).double().reshape(output.shape)
         return torch.cat([g.flatten() for g in torch.autograd.grad((weights * output).sum(), parameters)])

@@ -20,7 +20,7 @@ from flowgrpo_rc.rewards.call_queue import AHEAD, NOW, THREAD_NAME, CallQueue
 from flowgrpo_rc.rewards.judge.reward import JudgeReward
 from flowgrpo_rc.rollout import RolloutSyncError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer.scoring import BatchScoring, RolloutScoring
+from flowgrpo_rc.trainer.scoring import RolloutScoring
 
 R = "actor_rollout_ref.rollout"
 WAIT_S = 60
@@ -226,10 +226,9 @@ def of(name: str, calls: list[Any]) -> list[Any]:
 def test_batches_are_scored_before_the_trainer_comes_to_them():
     calls: list[Any] = []
     mix = elsewhere(calls)
-    assert BatchScoring(mix, 3, overlaps=False, ahead=True)(records(0)).take_ahead is None
-    assert BatchScoring(mix, 3, overlaps=True)(records(0)).take_ahead is None
-    batches = BatchScoring(mix, 3, overlaps=True, ahead=True)
-    scorings = [batches(records(batch)) for batch in range(3)]
+    assert RolloutScoring(mix, records(0), 3, overlaps=False, ahead=True).take_ahead is None
+    assert RolloutScoring(mix, records(0), 3, overlaps=True).take_ahead is None
+    scorings = [RolloutScoring(mix, records(batch), 3, overlaps=True, ahead=True) for batch in range(3)]
     for scoring in scorings:
         deliver(scoring)
     parts = [(f"{batch} {first}", size) for batch in range(3) for first, size in [(0, 3), (3, 3), (6, 1)]]
@@ -255,7 +254,7 @@ def test_a_validation_goes_before_images_of_batches_to_come():
 
     calls: list[Any] = []
     mix = elsewhere(calls, hold)
-    training = BatchScoring(mix, 3, overlaps=True, ahead=True)(records("train"))
+    training = RolloutScoring(mix, records("train"), 3, overlaps=True, ahead=True)
     deliver(training)
     assert begun.wait(WAIT_S)
     scoring = PartialScoring(mix, [record.prompt for record in records("val")], [{}] * len(IMAGES), 4)
@@ -283,7 +282,7 @@ def test_an_engine_must_deliver_its_answer(rows, spoilt, message):
         scoring.result(IMAGES)
 
     with pytest.raises(RolloutSyncError, match=message):
-        score(BatchScoring(elsewhere([]), 3, overlaps=True)(records(0)))
+        score(RolloutScoring(elsewhere([]), records(0), 3, overlaps=True))
 
 
 @pytest.mark.process

@@ -12,7 +12,6 @@ from torch.testing import assert_close
 from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import (
     adapter_active,
-    adapter_disabled,
     adapter_parameters,
     adapter_state,
     attach_lora,
@@ -224,7 +223,7 @@ def test_a_shared_transformer_draws_what_one_of_the_engines_own_draws(tiny_model
         assert torch.equal(drawn.batch[name], expected.batch[name])
     assert torch.equal(velocity(tiny_model), trained)
     assert not torch.equal(trained, base)
-    with adapter_disabled(tiny_model.transformer):
+    with adapter_active(tiny_model.transformer, None):
         assert torch.equal(velocity(tiny_model), base)
     assert all(torch.equal(before[n], p) for n, p in adapter_parameters(tiny_model.transformer).items())
     trainable = {n for n, p in tiny_model.transformer.named_parameters() if p.requires_grad}

@@ -206,10 +206,7 @@ TINY: dict[str, TinyFamily] = {
         ),
     ),
     "flux2_klein_references": TinyFamily(
-        build=flux2.build_klein,
-        call=flux2.klein_call,
-        length=64,
-        images=((64, 96), (82, 70)),
+        build=flux2.build_klein, call=flux2.klein_call, length=64, images=((64, 96), (82, 70))
     ),
     "flux2_dev": TinyFamily(
         build=flux2.build_dev,
@@ -222,15 +219,10 @@ TINY: dict[str, TinyFamily] = {
         ),
     ),
     "flux2_dev_reference": TinyFamily(
-        build=flux2.build_dev,
-        call=flux2.dev_call,
-        length=64,
-        guidances=((1.0, 1.0), (1.0, 4.0)),
-        images=((64, 96),),
+        build=flux2.build_dev, call=flux2.dev_call, length=64, guidances=((1.0, 1.0), (1.0, 4.0)), images=((64, 96),)
     ),
     "qwen_image_edit": TinyFamily(
-        build=lambda: qwen_image_edit.build("QwenImageEditPipeline"),
-        **_EDIT | {"images": ((60, 40),)},
+        build=lambda: qwen_image_edit.build("QwenImageEditPipeline"), **_EDIT | {"images": ((60, 40),)}
     ),
     "qwen_image_edit_plus": TinyFamily(build=qwen_image_edit.build, **_EDIT),
     "qwen_image_edit_plus_2511": TinyFamily(

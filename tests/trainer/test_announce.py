@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 
 from flowgrpo_rc.cli.compose import compose
-from flowgrpo_rc.sde import SDEWindow
-from flowgrpo_rc.trainer.announcement import announcement
+from flowgrpo_rc.trainer.logging import announcement
 
 SECTION = "algorithm.rollout_correction"
 
 
 def _line(name, overrides, begins="Rollout correction: "):
     config = compose(name, overrides)
-    lines = announcement(config, config.rollout_correction, Path("outputs"), SDEWindow(2, 0, 4), 1)
+    lines = announcement(config, config.rollout_correction, Path("outputs"), 1)
     (line,) = [text for text in lines if text.startswith(begins)]
     return line
 

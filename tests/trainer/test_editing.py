@@ -151,10 +151,7 @@ def test_validation_draws_every_pair_of_text_and_image(config, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        (
-            [{}, {}],
-            "train.jsonl:1, {0}/train.jsonl:2: no reference images in the column 'images'; a FluxKontextP",
-        ),
+        ([{}, {}], "train.jsonl:1, {0}/train.jsonl:2: no reference images in the column 'images'; a FluxKontextP"),
         ([{"images": "a.png"}, {"images": ["a.png", "b.png"]}], "train.jsonl:2: 2 reference images in the column 'i"),
         (
             [{"images": "gone.png"}],

@@ -30,14 +30,9 @@ def test_the_same_model_agrees_in_every_precision(config, tiny_model):
     own = fingerprint(config, tiny_model)
     for dtype in ("float32", "bfloat16"):
         check_fingerprint(fingerprint(config, load_model("asset:tiny_qwen_image", dtype=dtype)), saved(own), HERE)
-    assert {
-        "text_encoder",
-        "vae",
-        "transformer",
-        "tokenizer",
-        "scheduler shift",
-        "vae latents_mean",
-    } <= own["parts"].keys()
+    assert {"text_encoder", "vae", "transformer", "tokenizer", "scheduler shift", "vae latents_mean"} <= own[
+        "parts"
+    ].keys()
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowgrpo_rc.trainer.performance import speed
+from flowgrpo_rc.trainer.timer import speed
 
 
 def test_speed_of_a_step_by_hand():

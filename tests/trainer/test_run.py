@@ -57,13 +57,7 @@ def test_run_folder_holds_what_it_promises(finished_run):
     rows = rows_of(folder)
     assert [r["step"] for r in rows] == [0, 1, 2]
     assert "val/reward/mean" in rows[0]
-    for name in (
-        "reward/mean",
-        "actor/pg_loss",
-        "actor/rollout_corr/kl",
-        "actor/grad_norm",
-        "val/reward/mean",
-    ):
+    for name in ("reward/mean", "actor/pg_loss", "actor/rollout_corr/kl", "actor/grad_norm", "val/reward/mean"):
         assert name in rows[2]
     timings = json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
     stages = ("rollout", "reward", "advantage", "score", "correct", "update", "sync")
@@ -92,13 +86,7 @@ def test_final_lora_draws_the_actors_image_in_plain_diffusers(small_config):
 
     def draw(pipe):
         generator = torch.Generator().manual_seed(0)
-        call = {
-            "height": 32,
-            "width": 32,
-            "num_inference_steps": 4,
-            "true_cfg_scale": 1.0,
-            "output_type": "np",
-        }
+        call = {"height": 32, "width": 32, "num_inference_steps": 4, "true_cfg_scale": 1.0, "output_type": "np"}
         return pipe(prompt='the text "42"', generator=generator, **call).images
 
     with trainer.run.model.text_encoders():

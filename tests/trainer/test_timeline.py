@@ -13,7 +13,7 @@ from flowgrpo_rc.rollout.pool import EngineWork, Work
 from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolderError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer import timeline as module
-from flowgrpo_rc.trainer.timeline import ProcessAccount, Timeline, metrics_of
+from flowgrpo_rc.trainer.timeline import Timeline, engine_use
 from flowgrpo_rc.trainer.timer import Span
 
 R = "actor_rollout_ref.rollout"
@@ -32,37 +32,6 @@ def engine(name, *done, doing=None, given_up=False):
     return EngineWork(name, [Work(name, *one) for one in done], Work(name, *doing) if doing else None, given_up)
 
 
-def test_what_lies_within_the_step_counts_by_hand():
-    """A step from second 10 to 20. One engine draws from 8 to 12 and from 13 on, and takes an adapter in between: it
-    draws 2 + 7 s and is busy for 10 of 10 s. The other draws for 3 s and is idle otherwise. A third is given up."""
-    first = engine("a", ("draw", 8.0, 12.0), ("sync", 12.0, 13.0), doing=("draw", 13.0, 20.5))
-    second = engine("b", ("start", 1.0, 9.0), ("draw", 14.0, 17.0))
-    third = engine("c", ("lost", 10.0, 20.0), given_up=True)
-    found = metrics_of([ProcessAccount([first, second, third], since=10.0, now=20.0, waited=4.0, restarts=1)])
-    assert found == pytest.approx(
-        {
-            "timing_s/engine_draw": (9 + 3) / 2,
-            "timing_s/engine_draw_max": 9.0,
-            "perf/engines_busy": (1.0 + 0.3) / 2,
-            "perf/engines_left": 2.0,
-            "perf/engine_restarts": 1.0,
-            "perf/trainer_waits": 0.4,
-        }
-    )
-    assert found.keys() == OF_ENGINES
-
-
-def test_a_draw_over_two_steps_is_counted_once():
-    """From 1 to 9, where a step ends at 5: 4 s in each."""
-    begun = engine("a", doing=("draw", 1.0, 5.0))
-    ended = engine("a", ("draw", 1.0, 9.0))
-    drawn = [
-        metrics_of([ProcessAccount([one], since, now, 0.0, 0)])["timing_s/engine_draw"]
-        for one, since, now in ((begun, 0.0, 5.0), (ended, 5.0, 10.0))
-    ]
-    assert drawn == [4.0, 4.0]
-
-
 class Pool(RolloutPool):
     """Accounts made by hand."""
 
@@ -71,6 +40,35 @@ class Pool(RolloutPool):
 
     def take_account(self):
         return self.accounts.pop(0)
+
+
+def test_what_lies_within_the_step_counts_by_hand(monkeypatch):
+    """A step from second 10 to 20. One engine draws from 8 to 12 and from 13 on, and takes an adapter in between: it
+    draws 2 + 7 s and is busy for 10 of 10 s. The other draws for 3 s and is idle otherwise. A third is given up."""
+    first = engine("a", ("draw", 8.0, 12.0), ("sync", 12.0, 13.0), doing=("draw", 13.0, 20.5))
+    second = engine("b", ("start", 1.0, 9.0), ("draw", 14.0, 17.0))
+    third = engine("c", ("lost", 10.0, 20.0), given_up=True)
+    clock = iter([10.0, 20.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    line = Timeline(Pool([[first, second, third]]), SimpleNamespace(process_index=0, num_processes=1))
+    _, found = line.take([Span("rollout", 11.0, 15.0), Span("update", 15.0, 19.0)])
+    assert found == pytest.approx(
+        {
+            "timing_s/engine_draw": (9 + 3) / 2,
+            "timing_s/engine_draw_max": 9.0,
+            "perf/engines_busy": (1.0 + 0.3) / 2,
+            "perf/engines_left": 2.0,
+            "perf/engine_restarts": 0.0,
+            "perf/trainer_waits": 0.4,
+        }
+    )
+    assert found.keys() == OF_ENGINES
+
+
+def test_a_draw_over_two_steps_is_counted_once():
+    """From 1 to 9, where a step ends at 5: 4 s in each."""
+    assert engine_use([engine("a", doing=("draw", 1.0, 5.0))], 0.0, 5.0) == [(4.0, 0.8)]
+    assert engine_use([engine("a", ("draw", 1.0, 9.0))], 5.0, 10.0) == [(4.0, 0.8)]
 
 
 def test_times_are_those_of_the_run_and_only_later_starts_are_restarts(monkeypatch):

@@ -8,7 +8,7 @@ from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit import QwenImageEditPipeline
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit_plus import QwenImageEditPlusPipeline
 
-from flowgrpo_rc.models.base import Conditioning, Prompts
+from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.models.qwen_image import QwenImage
 from flowgrpo_rc.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout
@@ -17,11 +17,9 @@ from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout
 class VllmQwenImage(QwenImage):
     """Qwen-Image; vllm-omni's transformer also takes the lengths of prompts."""
 
-    def _inputs(
-        self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, prompts: Prompts, conditioning: Conditioning
-    ) -> dict[str, Any]:
-        inputs = super()._inputs(dtype, latents, timesteps, prompts, conditioning)
-        return {**inputs, "txt_seq_lens": [prompts.embeds.shape[1]] * len(latents)}
+    def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
+        inputs = super()._inputs(dtype, latents, timesteps, cond)
+        return {**inputs, "txt_seq_lens": [cond.prompts.embeds.shape[1]] * len(latents)}
 
 
 class QwenImageRollout(Rollout, QwenImagePipeline):
