@@ -1,7 +1,6 @@
 """The shipped tiny editing model: what the page and the tests take for granted about it, and that its scripts work."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tests_support import run_process, run_side_by_side
+from tests_support import given_by, run_side_by_side
 from tolerances import LATENT
 from torch.testing import assert_close
 
@@ -67,15 +66,6 @@ def draw(pipeline, records, seeds=None, output_type="np"):
     ).images
 
 
-def test_files_are_small_and_name_no_absolute_path():
-    files = [file for file in MODEL.rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) < 1.8e6
-    assert sum(file.stat().st_size for file in EDITS.rglob("*.*")) < 1e5
-    for file in files:
-        if "config" in file.name or file.name == "model_index.json":
-            assert '"/' not in file.read_text(encoding="utf-8"), file
-
-
 @pytest.mark.portable
 def test_the_adapter_draws_what_the_pipeline_draws(pipeline, records):
     """Four prompts with a reference each, in one batch; every image from noise of its own."""
@@ -108,21 +98,11 @@ def test_an_edit_follows_its_prompt_and_its_reference(pipeline, records, same_st
     assert own.mean() > others.mean() + 0.3
 
 
-@pytest.fixture(scope="module")
-def overrides(tmp_path_factory):
-    """What the script gives the command line, read by a program in its place that writes its arguments down."""
-    folder = tmp_path_factory.mktemp("bin")
-    (folder / "flowgrpo-rc").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (folder / "flowgrpo-rc").chmod(0o755)
-    environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "OUTPUTS": str(folder)}
-    command, *given = run_process("bash", SCRIPT, env=environment).stdout.splitlines()
-    assert command == "train"
-    return given
-
-
 @pytest.mark.slow
-def test_the_example_script_trains(overrides, tmp_path):
+def test_the_example_script_trains(tmp_path):
     """Two steps on fewer images; the adapter moves, and the grids show the references."""
+    command, *overrides = given_by(SCRIPT, tmp_path)
+    assert command == "train"
     fewer = (
         "data.val_max_samples=2",
         "data.train_batch_size=2",

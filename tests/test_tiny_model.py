@@ -51,9 +51,12 @@ def test_loads_with_plain_diffusers(pipeline):
     assert type(pipeline.tokenizer).__name__ == "Qwen2Tokenizer"
 
 
-def test_files_are_small_and_name_no_absolute_path():
-    files = [file for file in MODEL.rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) < 8e6
+@pytest.mark.parametrize(
+    ("asset", "limit"), [("tiny_qwen_image", 8e6), ("tiny_kontext", 1.8e6), ("tiny_clip", 1e6), ("tiny_edit", 1e5)]
+)
+def test_files_are_small_and_name_no_absolute_path(asset, limit):
+    files = [file for file in (REPOSITORY / "assets" / asset).rglob("*.*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < limit
     for file in files:
         if "config" in file.name or file.name == "model_index.json":
             assert '"/' not in file.read_text(encoding="utf-8"), file

@@ -70,6 +70,15 @@ def run_process(*command, timeout=TIMEOUT, **settings):
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def given_by(script, folder, *arguments):
+    """The command and the overrides that an example's script gives ``flowgrpo-rc``, by a program in its place that
+    writes its arguments down."""
+    (folder / "flowgrpo-rc").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (folder / "flowgrpo-rc").chmod(0o755)
+    environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "OUTPUTS": str(folder)}
+    return run_process("bash", script, *arguments, env=environment).stdout.splitlines()
+
+
 def run_side_by_side(*commands):
     """Run commands at the same time, each of which must end well; nothing of them stays behind."""
     running = [

@@ -2,21 +2,19 @@
 
 import pytest
 import torch
-from accelerate import Accelerator
+from test_actor import Setup
 from tolerances import GRADIENT, LOG_RATIO, adam
 
-from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
+from flowgrpo_rc.actor import DiffusionActorConfig, DiffusionLossConfig, NonFiniteUpdateError
 from flowgrpo_rc.actor.config import OptimizerConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch
 from flowgrpo_rc.loss import diffusion_loss_sums
-from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
-from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+from flowgrpo_rc.models import load_model
+from flowgrpo_rc.models.lora import adapter_parameters
 
 IMAGES = 4
 WINDOW = 3
-LORA = ModelConfig(lora_rank=4, lora_alpha=8)
 LOG_RATIOS = 1e-4 * torch.tensor([2.4, -2.25, 3.7, 0.4])[:, None] * torch.tensor([1.0, 0.2, 2.0])
 """Log ratios, actor over rollout, of each image's steps before the first update.
 
@@ -25,35 +23,13 @@ from them as float32 rounds.
 """
 
 
-class Rig:
+class Rig(Setup):
     """An actor with a random adapter, and four images with three steps each that a bfloat16 engine drew."""
 
     def __init__(self):
-        torch.manual_seed(0)
         model = load_model("asset:tiny_qwen_image")
-        engine = DiffusersEngine(model, LORA, dtype=torch.bfloat16, micro_batch_size=8, device="cpu")
-        self.actor = DiffusionActor(
-            model, config(), LORA, Accelerator(cpu=True), sde_type="sde", noise_level=0.7, total_optimizer_steps=100
-        )
-        generator = torch.Generator().manual_seed(1)
-        for parameter in adapter_parameters(self.actor.transformer).values():
-            parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+        super().__init__(model, torch.bfloat16, record_means=True, images=IMAGES, window=WINDOW)
         self.start = [value.detach().clone() for value in adapter_parameters(self.actor.transformer).values()]
-        engine.sync(adapter_state(self.actor.transformer), 0)
-        encoder = PromptEncoder(model, 512)
-        self.cond = Conditioning(encoder(['the text "12"', 'the text "34"']), None, 1.0, None, 32, 32)
-        request = RolloutRequest(
-            conditioning=self.cond,
-            prompt_index=torch.tensor([0, 0, 1, 1]),
-            num_inference_steps=5,
-            seeds=list(range(IMAGES)),
-            window_starts=torch.tensor([0, 0, 1, 1]),
-            window_size=WINDOW,
-            noise_level=0.7,
-            sde_type="sde",
-            record_means=True,
-        )
-        self.batch = engine.generate(request).batch
         self.batch[Key.ADVANTAGES] = torch.tensor([1.0, -1.0, 2.0, -0.5])
         log_probs = self.actor.rescore(self.batch, self.cond)["log_probs"]
         self.batch[Key.ROLLOUT_LOG_PROBS] = log_probs - LOG_RATIOS

@@ -41,37 +41,40 @@ def refused(load, folder, *words):
 # ---------------------------------------------------------------- weights
 
 
-@pytest.mark.parametrize("part", NETWORKS)
-def test_a_missing_weight_is_named(folder, part):
-    file = damage.weights_of(folder, part)
-    damage.drop_weight(folder, part)
-    refused(load_model, folder, f"{part}/{file.name}", "1 missing (", "download it again")
+def drop(state):
+    state.pop(sorted(state)[1])
 
 
-@pytest.mark.parametrize("part", ["text_encoder_2", "text_encoder_3"])
-def test_a_missing_weight_is_named_in_every_text_encoder(sd3_folder, part):
-    damage.drop_weight(sd3_folder, part)
-    refused(load_model, sd3_folder, f"{part}/", "1 missing (")
+def reshape(state):
+    state[sorted(state)[0]] = torch.ones(3, 5)
 
 
-def test_surplus_weights_are_counted_and_the_first_named(folder):
-    damage.edit_weights(folder, "vae", lambda state: state.update({f"extra.{i}": torch.ones(1) for i in range(5)}))
-    refused(load_model, folder, "vae/", "5 unexpected (extra.0, extra.1, extra.2, ...)")
+def fill(value):
+    return lambda state: state[sorted(state)[3]].view(-1)[-1:].fill_(value)
 
 
-@pytest.mark.parametrize("part", ["transformer", "text_encoder"])
-def test_a_weight_of_another_shape_is_named_with_both(folder, part):
-    def change(state):
-        state[sorted(state)[0]] = torch.ones(3, 5)
-
+@pytest.mark.parametrize(
+    ("model", "part", "change", "says"),
+    [
+        *(("folder", part, drop, "1 missing (") for part in NETWORKS),
+        *(("sd3_folder", part, drop, "1 missing (") for part in ("text_encoder_2", "text_encoder_3")),
+        (
+            "folder",
+            "vae",
+            lambda state: state.update({f"extra.{i}": torch.ones(1) for i in range(5)}),
+            "5 unexpected (extra.0, extra.1, extra.2, ...)",
+        ),
+        *(("folder", part, reshape, "[3, 5] instead of [") for part in ("transformer", "text_encoder")),
+        *(
+            ("folder", part, fill(value), f"{part}: 1 of its weights hold values that are not finite (")
+            for part, value in (("transformer", torch.nan), ("vae", torch.inf), ("text_encoder", torch.nan))
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_named_with_their_part(request, model, part, change, says):
+    folder = request.getfixturevalue(model)
     damage.edit_weights(folder, part, change)
-    refused(load_model, folder, f"{part}/", "1 of another shape (", "[3, 5] instead of [")
-
-
-@pytest.mark.parametrize(("part", "value"), [("transformer", "nan"), ("vae", "inf"), ("text_encoder", "nan")])
-def test_a_weight_that_is_not_finite_is_named(folder, part, value):
-    damage.edit_weights(folder, part, lambda state: state[sorted(state)[3]].view(-1)[-1:].fill_(float(value)))
-    refused(load_model, folder, f"({part}: 1 of its weights hold values that are not finite (")
+    refused(load_model, folder, part, says, "download it again")
 
 
 def test_weights_too_large_for_the_precision_are_named(folder):
@@ -232,14 +235,11 @@ def test_a_schedule_that_cannot_be_used(folder, config, says):
     refused(load_model, folder, says)
 
 
-def test_a_tokenizer_without_its_vocabulary(folder):
-    (folder / "tokenizer" / "tokenizer.json").unlink()
-    refused(load_model, folder, "tokenizer has a vocabulary of 7 tokens and cannot tell texts apart", "vocab.json")
-
-
-def test_every_tokenizer_of_sd3_is_tried(sd3_folder):
-    (sd3_folder / "tokenizer_3" / "tokenizer.json").unlink()
-    refused(load_model, sd3_folder, "(tokenizer_3 has a vocabulary of")
+@pytest.mark.parametrize(("model", "name"), [("folder", "tokenizer"), ("sd3_folder", "tokenizer_3")])
+def test_a_tokenizer_without_its_vocabulary(request, model, name):
+    folder = request.getfixturevalue(model)
+    (folder / name / "tokenizer.json").unlink()
+    refused(load_model, folder, f"({name} has a vocabulary of", "tokens and cannot tell texts apart")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_text_encoder_embeds(sd3_folder):

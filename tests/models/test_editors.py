@@ -1,7 +1,5 @@
 """What the families that edit make of reference images: sizes, places, texts beside them; what tells stores apart."""
 
-import hashlib
-import io
 import json
 import shutil
 
@@ -11,23 +9,21 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_families import flux, qwen_image_edit
+from tiny_families.references import as_reference
 from tolerances import LATENT
 from torch.testing import assert_close
 
 from flowgrpo_rc.models import Conditioning, PromptEncoder, UnsupportedModelError, load_model
 from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.models.prompt_store import PromptStoreError, open_store
-from flowgrpo_rc.prompt import Prompt, ReferenceImage
+from flowgrpo_rc.prompt import Prompt
 
 CPU = torch.device("cpu")
 
 
 def reference(width, height, seed=0):
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    content = file.getvalue()
-    return ReferenceImage(hashlib.sha256(content).hexdigest(), width, height, "train.jsonl:1", content=content)
+    return as_reference(Image.fromarray(pixels), "train.jsonl:1")
 
 
 @pytest.fixture(scope="module")

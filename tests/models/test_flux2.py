@@ -1,6 +1,5 @@
 """What is FLUX.2's own: chat templates, reference images, batch-norm statistics, and dev's processor."""
 
-import io
 import shutil
 
 import damage
@@ -10,12 +9,13 @@ import torch
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from PIL import Image
 from tiny_families import flux2
+from tiny_families.references import as_reference
 from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 
 from flowgrpo_rc.models import Conditioning, Prompts, UnsupportedModelError, load_model
 from flowgrpo_rc.models.flux2 import LARGEST_REFERENCE, Flux2
-from flowgrpo_rc.prompt import Prompt, ReferenceImage, content_digest
+from flowgrpo_rc.prompt import Prompt, ReferenceImage
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,11 @@ def test_reference_area_scales_the_picture_down_before_the_vae(models):
     pixels = np.random.default_rng(0).integers(0, 256, (130, 200, 3), dtype=np.uint8)
     large = Image.fromarray(pixels)
     small = Flux2ImageProcessor._resize_to_target_area(large, 80 * 80)
-    prompts = [Prompt("a", (as_file(large),)), Prompt("a", (as_file(large),), 80 * 80), Prompt("a", (as_file(small),))]
+    prompts = [
+        Prompt("a", (as_reference(large),)),
+        Prompt("a", (as_reference(large),), 80 * 80),
+        Prompt("a", (as_reference(small),)),
+    ]
     whole, scaled, expected, none = models["klein"].encode([*prompts, "a"], 64)
     assert whole.reference_grids == ((32, 50),)
     assert whole.references.shape == (32 * 50, 16)
@@ -123,13 +127,6 @@ def test_reference_area_scales_the_picture_down_before_the_vae(models):
     assert torch.equal(scaled.references, expected.references)
     assert none.references is None
     assert none.reference_grids == ()
-
-
-def as_file(image):
-    file = io.BytesIO()
-    image.save(file, format="PNG")
-    content = file.getvalue()
-    return ReferenceImage(content_digest(content), *image.size, "train.jsonl:3", content=content)
 
 
 def test_the_order_of_references_counts(models):

@@ -124,10 +124,19 @@ _EDIT = {
     "during_call": qwen_image_edit.small_references,
     "idle": ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.to_add_out"),
 }
-_GUIDED_BY_CFG = (
-    ({"height": 36}, "height=36, width=32: this model draws multiples of 8 pixels"),
-    ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
-)
+
+
+def _guided_by_cfg(multiple=8, above=0.0, most=None):
+    """Refusals of a size, and of a guidance scale, by a family whose pipeline calls that of CFG ``guidance_scale``."""
+    size = {"height": 32 + multiple // 2}
+    return (
+        (size, f"height={32 + multiple // 2}, width=32: this model draws multiples of {multiple} pixels"),
+        ({"guidance_scale": 4.5}, f"set guidance_scale=null and true_cfg_scale={4.5 + above}"),
+        *([({"width": most + multiple}, f"this model has positions for at most {most}x{most} pixels")] if most else []),
+    )
+
+
+_DISTILLED = {"guidances": ((1.0, 1.0), (1.0, 4.0)), "length": 64}
 
 TINY: dict[str, TinyFamily] = {
     "stable_diffusion_3": TinyFamily(
@@ -135,10 +144,7 @@ TINY: dict[str, TinyFamily] = {
         call=_sd3_call,
         guidances=((1.0, None), (4.5, None)),
         idle=("transformer_blocks.2.attn.add_q_proj",),
-        refused=(
-            ({"height": 36}, "this model draws multiples of 8 pixels"),
-            ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
-        ),
+        refused=_guided_by_cfg(),
     ),
     "flux_dev": TinyFamily(
         build=flux.build,
@@ -157,53 +163,14 @@ TINY: dict[str, TinyFamily] = {
         call=flux.call,
         refused=(({"guidance_scale": 3.5}, "guidance_scale: got 3.5 for this model; it takes none; set it to null"),),
     ),
-    "z_image": TinyFamily(
-        build=z_image.build,
-        call=z_image.call,
-        length=96,
-        refused=(
-            ({"height": 36}, "this model draws multiples of 8 pixels"),
-            ({"width": 72}, "this model has positions for at most 64x64 pixels"),
-            ({"guidance_scale": 4.0}, "set guidance_scale=null and true_cfg_scale=5"),
-        ),
-    ),
+    "z_image": TinyFamily(build=z_image.build, call=z_image.call, length=96, refused=_guided_by_cfg(above=1, most=64)),
     "lumina2": TinyFamily(
-        build=lumina2.build,
-        call=parts.call,
-        length=80,
-        refused=(
-            ({"height": 40}, "this model draws multiples of 16 pixels"),
-            ({"width": 144}, "this model has positions for at most 128x128 pixels"),
-            ({"guidance_scale": 4.0}, "set guidance_scale=null and true_cfg_scale=4"),
-        ),
+        build=lumina2.build, call=parts.call, length=80, refused=_guided_by_cfg(multiple=16, most=128)
     ),
-    "cogview4": TinyFamily(
-        build=cogview4.build,
-        call=parts.call,
-        length=48,
-        alone=True,
-        refused=(
-            ({"height": 36}, "this model draws multiples of 8 pixels"),
-            ({"guidance_scale": 4.0}, "set guidance_scale=null and true_cfg_scale=4"),
-        ),
-    ),
-    "aura_flow": TinyFamily(
-        build=aura_flow.build,
-        call=parts.call,
-        refused=(
-            ({"height": 36}, "this model draws multiples of 8 pixels"),
-            ({"width": 72}, "this model has positions for at most 64x64 pixels"),
-            ({"guidance_scale": 4.0}, "set guidance_scale=null and true_cfg_scale=4"),
-        ),
-    ),
+    "cogview4": TinyFamily(build=cogview4.build, call=parts.call, length=48, alone=True, refused=_guided_by_cfg()),
+    "aura_flow": TinyFamily(build=aura_flow.build, call=parts.call, refused=_guided_by_cfg(most=64)),
     "flux2_klein": TinyFamily(
-        build=flux2.build_klein,
-        call=flux2.klein_call,
-        length=64,
-        refused=(
-            ({"height": 34}, "this model draws multiples of 4 pixels"),
-            ({"guidance_scale": 4.0}, "set guidance_scale=null and true_cfg_scale=4"),
-        ),
+        build=flux2.build_klein, call=flux2.klein_call, length=64, refused=_guided_by_cfg(multiple=4)
     ),
     "flux2_klein_references": TinyFamily(
         build=flux2.build_klein, call=flux2.klein_call, length=64, images=((64, 96), (82, 70))
@@ -211,16 +178,13 @@ TINY: dict[str, TinyFamily] = {
     "flux2_dev": TinyFamily(
         build=flux2.build_dev,
         call=flux2.dev_call,
-        length=64,
-        guidances=((1.0, 1.0), (1.0, 4.0)),
+        **_DISTILLED,
         refused=(
             ({"guidance_scale": None}, "guidance_scale: got None for this model; it is guidance-distilled"),
             ({"true_cfg_scale": 4.0}, "true_cfg_scale: got 4; this model has the guidance in its transformer"),
         ),
     ),
-    "flux2_dev_reference": TinyFamily(
-        build=flux2.build_dev, call=flux2.dev_call, length=64, guidances=((1.0, 1.0), (1.0, 4.0)), images=((64, 96),)
-    ),
+    "flux2_dev_reference": TinyFamily(build=flux2.build_dev, call=flux2.dev_call, images=((64, 96),), **_DISTILLED),
     "qwen_image_edit": TinyFamily(
         build=lambda: qwen_image_edit.build("QwenImageEditPipeline"), **_EDIT | {"images": ((60, 40),)}
     ),
@@ -235,31 +199,25 @@ TINY: dict[str, TinyFamily] = {
         images=((60, 40),),
         reference_area=32 * 32,
     ),
-    "chroma": TinyFamily(build=chroma.build, call=parts.call, refused=_GUIDED_BY_CFG),
-    "bria": TinyFamily(build=bria.build, call=parts.call, refused=_GUIDED_BY_CFG),
+    "chroma": TinyFamily(build=chroma.build, call=parts.call, refused=_guided_by_cfg()),
+    "bria": TinyFamily(build=bria.build, call=parts.call, refused=_guided_by_cfg()),
     "bria_static": TinyFamily(
-        build=lambda: bria.build(dynamic=False, shift_factor=None), call=parts.call, refused=_GUIDED_BY_CFG
+        build=lambda: bria.build(dynamic=False, shift_factor=None), call=parts.call, refused=_guided_by_cfg()
     ),
     "sana": TinyFamily(
         build=sana.build,
         call=sana.call,
         sizes=((64, 64), (32, 96)),
-        refused=(
-            ({"width": 48}, "height=32, width=48: this model draws multiples of 32 pixels"),
-            ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
-        ),
+        refused=_guided_by_cfg(multiple=32),
     ),
     "sana_with_variance": TinyFamily(
         build=lambda: sana.build(out_channels=2 * sana.CHANNELS), call=sana.call, sizes=((64, 64), (32, 96))
     ),
-    "wan": TinyFamily(build=wan.build, call=wan.call, refused=_GUIDED_BY_CFG),
+    "wan": TinyFamily(build=wan.build, call=wan.call, refused=_guided_by_cfg()),
     "wan_ti2v": TinyFamily(
         build=lambda: wan.build(expand_timesteps=True),
         call=wan.call,
-        refused=(
-            ({"height": 40}, "this model draws multiples of 16 pixels"),
-            ({"guidance_scale": 4.5}, "set guidance_scale=null and true_cfg_scale=4.5"),
-        ),
+        refused=_guided_by_cfg(multiple=16),
     ),
 }
 """By the names of the tests."""

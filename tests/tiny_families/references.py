@@ -1,6 +1,5 @@
 """Prompts with reference images of noise."""
 
-import hashlib
 import io
 
 
@@ -15,18 +14,18 @@ def pictures(sizes, count):
     ]
 
 
+def as_reference(image, source="here"):
+    """A PIL image as a prompt's reference, in memory."""
+    from flowgrpo_rc.prompt import ReferenceImage, content_digest
+
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return ReferenceImage(content_digest(file.getvalue()), *image.size, source, content=file.getvalue())
+
+
 def asked(sizes, texts, area=None):
     """Texts, each with images of these sizes, which are scaled to ``area`` pixels."""
-    from flowgrpo_rc.prompt import Prompt, ReferenceImage
+    from flowgrpo_rc.prompt import Prompt
 
-    prompts = []
-    for text, images in zip(texts, pictures(sizes, len(texts)), strict=True):
-        references = []
-        for image in images:
-            file = io.BytesIO()
-            image.save(file, format="PNG")
-            content = file.getvalue()
-            digest = hashlib.sha256(content).hexdigest()
-            references.append(ReferenceImage(digest, *image.size, "here", content=content))
-        prompts.append(Prompt(text, tuple(references), area if references else None))
-    return prompts
+    rows = zip(texts, pictures(sizes, len(texts)), strict=True)
+    return [Prompt(text, tuple(map(as_reference, images)), area if images else None) for text, images in rows]

@@ -1,4 +1,7 @@
-"""Every model family on two processes, whole and sharded, against one process."""
+"""Every model family on two processes, whole and sharded, against one process.
+
+torchrun starts this file with a folder, in which ``NAME/model`` is a family's model.
+"""
 
 import os
 import sys
@@ -7,15 +10,27 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests_support import rows_of, run_process
+from tests_support import overrides_of, rows_of, run_process
 from tiny_families import TINY, run_overrides
 from tolerances import of_metric
 
+from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.process
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 ADAPTER = Path("lora", "pytorch_lora_weights.safetensors")
+SHARD = "actor_rollout_ref.actor.fsdp_config.shard=true"
+
+
+def main(folder):
+    for name in TINY:
+        own = folder / name
+        for kind, more in (("whole", ()), ("sharded", (SHARD,))):
+            overrides = overrides_of(own / kind, *run_overrides(name, str(own / "model"), own / "data"), *more)
+            trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", overrides))
+            trainer.accelerator.end_training = lambda: None  # the process group is the next run's too
+            trainer.fit()
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +40,8 @@ def runs(tmp_path_factory):
     for name, family in TINY.items():
         family.build().save_pretrained(folder / name / "model")
         run_overrides(name, str(folder / name / "model"), folder / name / "data")
-    script = Path(__file__).with_name("families_on_processes.py")
-    done = run_process(*TORCHRUN, script, folder, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = run_process(*TORCHRUN, __file__, folder, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -53,3 +68,7 @@ def test_two_processes_equal_one(runs, name, small_config):
         for metric in a:
             bound = of_metric(metric, a, dimensions=dimensions, pixels=3072, steps=2)
             assert b[metric] == pytest.approx(a[metric], abs=bound), metric
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

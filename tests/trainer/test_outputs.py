@@ -1,14 +1,13 @@
 """What people look at: metrics lines, grids, the closing table."""
 
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from tiny_families.references import as_reference
 
-from flowgrpo_rc.prompt import ReferenceImage, content_digest
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import stack_pictures
 from flowgrpo_rc.run_folder import RunFolder
@@ -181,10 +180,7 @@ def test_grid_shows_every_image_in_its_place(tmp_path):
 
 def test_an_edit_stands_behind_its_reference(tmp_path):
     """A cell is as much wider as the reference is; a picture that has none keeps its place."""
-    file = io.BytesIO()
-    Image.new("RGB", (20, 30), (0, 0, 255)).save(file, format="PNG")
-    content = file.getvalue()
-    blue = ReferenceImage(content_digest(content), 20, 30, "rows:1", content=content)
+    blue = as_reference(Image.new("RGB", (20, 30), (0, 0, 255)))
     red = np.full((32, 32, 3), (255, 0, 0), np.uint8)
     samples = [shown(red, "make it red", 1.0, reference=reference) for reference in (blue, None, blue)]
     save_grid(tmp_path / "grid.png", "", samples, columns=3)

@@ -1,4 +1,7 @@
-"""The frozen base divided over two gloo processes learns what the whole one learns, also after resumes and crashes."""
+"""The frozen base divided over two gloo processes learns what the whole one learns, also after resumes and crashes.
+
+torchrun starts this file with the folder of the runs.
+"""
 
 import json
 import math
@@ -9,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharded_runs import RESUMED, SHARD
-from tests_support import overrides_of, rows_of, run_process
+from tests_support import overrides_of, resident_bytes, rows_of, run_process
 from tolerances import adam, of_metric
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models.config import FSDP_FIELD
+from flowgrpo_rc.models.lora import base_parameters
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.process
@@ -30,19 +35,83 @@ def compute_score(images, prompts, metadata):
     return images.reshape(len(images), -1).mean(1) / 255
 """
 """A reward that kills process 1 once, in the first step after the third."""
+SHARD = "actor_rollout_ref.actor.fsdp_config.shard=true"
+GATHER = "actor_rollout_ref.rollout.gather_weights=true"
+UNEQUAL = ("actor_rollout_ref.rollout.probe.images=3", "data.val_max_samples=3", "trainer.resume_mode=disable")
+"""Numbers that do not divide by two processes."""
+FLOAT32 = ("actor_rollout_ref.rollout.dtype=float32",)
+BFLOAT16 = (
+    "actor_rollout_ref.model.dtype=bfloat16",
+    "actor_rollout_ref.rollout.dtype=bfloat16",
+    "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0",
+    "algorithm.rollout_correction.bypass_mode=false",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.ema_decay=0.9",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+)
+RESUMED = (
+    "trainer.resume_mode=auto",
+    *FLOAT32,
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=1",
+    "trainer.val_before_train=false",
+)
+
+
+def trainer_of(folder, *overrides):
+    """A trainer that leaves the process group to the next one."""
+    trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", overrides_of(folder, *overrides)))
+    trainer.accelerator.end_training = lambda: None
+    return trainer
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the collectives that gather, whatever function called them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "allgather" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def gathers(folder, *overrides):
+    """Collectives that gather weights while one step's images are drawn, in forwards of one micro-batch."""
+    trainer = trainer_of(folder, *UNEQUAL, *FLOAT32, *overrides)
+    with Gathers() as seen:
+        trainer._rollout(trainer.rollouts.next(trainer.step))
+    trainer.folder.close()
+    return seen.count
+
+
+def main(folder):
+    found = {"resident": {}}
+    for name, settings, sharded in (("float32", FLOAT32, (SHARD, GATHER)), ("bfloat16", BFLOAT16, (SHARD,))):
+        for kind, more in (("whole", ()), ("sharded", sharded)):
+            trainer = trainer_of(folder / f"{name}_{kind}", *UNEQUAL, *settings, *more)
+            base = base_parameters(trainer.run.model.transformer).values()
+            found["resident"][f"{name}_{kind}"] = resident_bytes(base)
+            trainer.fit()
+    found["gathers"] = [gathers(folder / "counted", SHARD), gathers(folder / "counted", SHARD, GATHER)]
+    trainer_of(folder / "throughout", *RESUMED, SHARD).fit()
+    first = trainer_of(folder / "resumed", *RESUMED, SHARD)
+    first._log(first.train_step())
+    first.save()
+    first.folder.close()
+    (folder / f"found_{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder of the runs that ``sharded_runs.py`` makes."""
+    """The folder of the runs that ``main`` makes."""
     folder = tmp_path_factory.mktemp("sharded")
-    done = run_process(*TORCHRUN, Path(__file__).with_name("sharded_runs.py"), folder, env=environment())
+    done = run_process(*TORCHRUN, __file__, folder, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
 
 def environment():
-    return os.environ | {"OMP_NUM_THREADS": "1"}
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 @pytest.mark.portable
@@ -125,3 +194,7 @@ def test_one_process_cannot_shard(small_config, monkeypatch):
     monkeypatch.setattr(setup, "open_checked", lambda *_: pytest.fail("the model was opened"))
     with pytest.raises(ValueError, match=r"fsdp_config.shard: got true with one process, .*torchrun --nproc_per_node"):
         FlowGRPOTrainer(small_config(SHARD, "actor_rollout_ref.rollout.dtype=float32"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
