@@ -118,12 +118,9 @@ class DiffusionActor:
             self.transformer.compile_repeated_blocks(backend=COMPILE_BACKEND)
         self._parameters = list(adapter_parameters(self.transformer).values())
         optim = config.optim
+        betas = (optim.betas[0], optim.betas[1])
         self.optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=optim.lr,
-            betas=(optim.betas[0], optim.betas[1]),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
+            self._parameters, lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
         self.lr_scheduler = get_scheduler(
             optim.lr_scheduler_type,
@@ -179,23 +176,16 @@ class DiffusionActor:
 
         It has transition means if the objective compares them.
         """
-        scored = self._score_steps(
-            RecordedSteps(batch, conditioning, self._accelerator.device),
-            torch.arange(len(batch)),
-            means=self._compares_means,
-        )
+        steps = RecordedSteps(batch, conditioning, self._accelerator.device)
+        scored = self._score_steps(steps, torch.arange(len(batch)), means=self._compares_means)
         return OldPolicy(log_probs=scored["log_probs"], means=scored.get("transition_means"))
 
     @torch.no_grad()
     def rescore(self, batch: TensorDict, conditioning: Conditioning) -> dict[str, Tensor]:
-        """Score the recorded steps and return their transitions too, on the host.
-
-        Returns:
-            ``log_probs`` and ``transition_stds`` ``(B, W)``, ``transition_means`` ``(B, W, *L)``.
-        """
-        return self._score_steps(
-            RecordedSteps(batch, conditioning, self._accelerator.device), torch.arange(len(batch)), means=True
-        )
+        """``log_probs`` and ``transition_stds`` ``(B, W)`` and ``transition_means`` ``(B, W, *L)`` of the recorded
+        steps, scored again, on the host."""
+        steps = RecordedSteps(batch, conditioning, self._accelerator.device)
+        return self._score_steps(steps, torch.arange(len(batch)), means=True)
 
     def gradients(
         self,
@@ -364,12 +354,7 @@ class DiffusionActor:
             log_probs.append(output["log_probs"].detach())
             if keeps_means:
                 means.append(queued_to_host(output["transition_means"]))
-        return _Accumulated(
-            metrics=reduce(add, done),
-            log_probs=torch.cat(log_probs).view(len(mini.rows), window),
-            means=means,
-            corrected=corrected,
-        )
+        return _Accumulated(reduce(add, done), torch.cat(log_probs).view(len(mini.rows), window), means, corrected)
 
     def _score_steps(self, steps: RecordedSteps, images: Int[Tensor, " M"], *, means: bool) -> dict[str, Tensor]:
         """Score the steps of some images: ``(M, W)`` and ``(M, W, *L)`` on the host."""
@@ -432,12 +417,8 @@ class DiffusionActor:
             self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
 
     def _forward(self, micro: MicroBatch, *, means: bool, reference: bool = False) -> dict[str, Tensor]:
-        """Log-probs ``(n,)`` of a micro-batch's rows.
-
-        Args:
-            means: return means and standard deviations of the transitions too.
-            reference: return the reference policy's means too, from a second forward pass without the adapter.
-        """
+        """Log-probs ``(n,)`` of a micro-batch's rows; with ``means`` also means and standard deviations of the
+        transitions, with ``reference`` the means of the policy without the adapter, from a second forward pass."""
         data = micro.data
         step = self._transition(data, micro.conditioning)
         output = {"log_probs": log_prob(step, data[Key.NEXT_LATENTS], sde_type=self._sde_type)}
@@ -455,26 +436,16 @@ class DiffusionActor:
         return self.config.diffusion_loss.objective.needs_old_means
 
     def _transition(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
-        timesteps = flat[Key.TIMESTEPS]
+        latents, timesteps = flat[Key.LATENTS], flat[Key.TIMESTEPS]
         # The engine embeds timesteps in its own precision; rounding them alike closes that part of the gap.
         if self._timestep_dtype is not None:
             timesteps, cond = self._model.as_embedded(timesteps, cond, self._timestep_dtype)
         with self._accelerator.autocast():
             velocity = self._model.velocity(
-                self.transformer,
-                flat[Key.LATENTS],
-                timesteps,
-                cond,
-                detach_unconditional=self.config.detach_unconditional,
+                self.transformer, latents, timesteps, cond, detach_unconditional=self.config.detach_unconditional
             )
-        return transition(
-            flat[Key.LATENTS],
-            velocity,
-            flat[Key.SIGMAS],
-            flat[Key.NEXT_SIGMAS],
-            noise_level=self._noise_level,
-            sde_type=self._sde_type,
-        )
+        levels = (flat[Key.SIGMAS], flat[Key.NEXT_SIGMAS])
+        return transition(latents, velocity, *levels, noise_level=self._noise_level, sde_type=self._sde_type)
 
     def _reduce_gradients(self, denominator: Tensor) -> None:
         """Sum the gradients over ranks, a bucket at a time, and divide them by the global denominator."""
@@ -552,8 +523,7 @@ class _Update:
     batch: TensorDict
     steps: RecordedSteps
     mode: ModeInForce
-    gap: MetricAccumulator
-    """Measurements of the correction."""
+    gap: MetricAccumulator  # measurements of the correction
 
     def corrects(self, mini: MiniBatch) -> bool:
         """True if the correction uses the update's own log-probs, not a scoring pass's."""
@@ -572,12 +542,9 @@ class _Accumulated(NamedTuple):
     """Results of the passes over a mini-batch, besides gradients."""
 
     metrics: LossMetrics
-    log_probs: Float[Tensor, "M W"]
-    """The current policy's, on the device."""
-    means: list[Tensor]
-    """The current policy's transition means ``(n, *L)`` of each micro-batch, queued to the host for later epochs."""
-    corrected: OldPolicy | None
-    """The current policy with weights and rejection, if a scoring pass computed them ahead."""
+    log_probs: Float[Tensor, "M W"]  # the current policy's, on the device
+    means: list[Tensor]  # its transition means ``(n, *L)`` of each micro-batch, queued to the host for later epochs
+    corrected: OldPolicy | None  # the current policy with weights and rejection, if a scoring pass computed them ahead
 
 
 def _read(log_probs: Tensor, metrics: LossMetrics, norm: Tensor) -> tuple[Tensor, LossMetrics, float]:

@@ -31,12 +31,9 @@ _NUMBERS = (
 class MicroBatch(NamedTuple):
     """Some rows on the actor's device."""
 
-    places: slice
-    """Position of these rows among all that were cut."""
-    data: dict[str, Tensor]
-    """Latents ``(n, *L)`` and scalars ``(n,)``, under the keys of a batch."""
-    conditioning: Conditioning
-    """One row of it for each row."""
+    places: slice  # position of these rows among all that were cut
+    data: dict[str, Tensor]  # latents ``(n, *L)`` and scalars ``(n,)``, under the keys of a batch
+    conditioning: Conditioning  # one row of it for each row
 
 
 class RecordedSteps:

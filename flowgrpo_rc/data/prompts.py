@@ -109,8 +109,7 @@ def _read_file(path: Path, prompt_key: str) -> list[PromptRecord]:
 
 
 def _text_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
-    for source, line in _lines(path):
-        yield PromptRecord(prompt=_prompt(line, "the prompt", source), source=source)
+    return (PromptRecord(prompt=_prompt(line, "the prompt", source), source=source) for source, line in _lines(path))
 
 
 def _json_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:

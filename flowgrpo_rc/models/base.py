@@ -301,12 +301,8 @@ class DiffusionModel(ABC):
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
         """Unpadded embeddings of each prompt, on the host; call it inside ``text_encoders``."""
-        embeds = self.pipe.encode_prompt(
-            texts(prompts),
-            do_classifier_free_guidance=False,
-            device=self.pipe.text_encoder.device,
-            max_sequence_length=max_sequence_length,
-        )[0]
+        options = {"device": self.pipe.text_encoder.device, "max_sequence_length": max_sequence_length}
+        embeds = self.pipe.encode_prompt(texts(prompts), do_classifier_free_guidance=False, **options)[0]
         return [EncodedPrompt(row.cpu()) for row in embeds]
 
     def blank_prompt(self) -> EncodedPrompt:

@@ -85,13 +85,11 @@ class MaskedAttention:
         attention_mask: Tensor | None,
         image_rotary_emb: Any,
     ) -> tuple[Tensor, Tensor]:
-        """The image's and the prompt's answers ``(B, tokens, D)``.
+        """Answers ``(B, tokens, D)`` of the image and the prompt, from ``hidden_states`` ``(B, image tokens, D)`` and
+        ``encoder_hidden_states`` ``(B, prompt tokens, D)``.
 
-        Args:
-            hidden_states: ``(B, image tokens, D)``.
-            encoder_hidden_states: ``(B, prompt tokens, D)``.
-            attention_mask: ``(B, prompt tokens)``, which embeddings are real; ``None`` when all are.
-            image_rotary_emb: cosines and sines of the image's positions.
+        ``attention_mask`` ``(B, prompt tokens)`` is true for real embeddings; ``None`` when all are.
+        ``image_rotary_emb`` has cosines and sines of the image's positions.
         """
         from diffusers.models.embeddings import apply_rotary_emb
 

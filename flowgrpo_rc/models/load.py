@@ -36,12 +36,9 @@ def read_pipeline_class(path: str) -> str:
 
 
 def check_pipeline(path: str) -> str:
-    """``read_pipeline_class``, after a check of the folder's files.
+    """``read_pipeline_class``, after a check of the folder's files, or ``UnsupportedModelError``.
 
     It reads JSON files and file headers only, and of a pipeline on the hub nothing but the index.
-
-    Raises:
-        UnsupportedModelError: see ``read_pipeline_class``; or a file of the folder is missing or damaged.
     """
     files = _find(path)
     if os.path.isdir(resolve_asset(path)):
@@ -256,11 +253,8 @@ class PipelineLoader:
 
 def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> DiffusionModel:
     """The whole pipeline at ``path``, text encoders too, with all weights in ``dtype`` on ``device``, frozen and in
-    evaluation mode. Every weight is read once.
-
-    Raises:
-        UnsupportedModelError: see ``PipelineLoader`` and its methods.
-    """
+    evaluation mode. Every weight is read once. Raises ``UnsupportedModelError`` as ``PipelineLoader`` and its
+    methods."""
     loader = PipelineLoader(path, dtype=dtype, device=device)
     loader.read_text_encoders()
     return loader.load()
@@ -360,10 +354,10 @@ def _check_finite(files: PipelineFiles, name: str, network: Any, dtype: str) -> 
 
 @contextmanager
 def _explaining(files: PipelineFiles, fault: str) -> Iterator[None]:
-    """Turn an error of the libraries into the refusal of a damaged pipeline.
+    """Turn an error of the libraries into the refusal of a damaged pipeline; they have no common class of errors.
 
-    diffusers and transformers have no common class of errors: a damaged file shows as an ``OSError``, ``KeyError``,
-    ``RuntimeError``, ``TypeError`` or others, by where it strikes.
+    A damaged file shows as an ``OSError``, ``KeyError``, ``RuntimeError``, ``TypeError`` or others, by where it
+    strikes.
     """
     try:
         yield

@@ -20,10 +20,8 @@ PROMPTS_AT_ONCE = 8
 class PromptEncoder:
     """Embeddings of prompts, from a store if there is one.
 
-    The text encoders are loaded only for prompts that the store lacks; these are added to it.
-
-    Raises:
-        ValueError: ``max_sequence_length`` is more than the model takes.
+    The text encoders are loaded only for prompts that the store lacks; these are added to it. A ``max_sequence_length``
+    beyond what the model takes is a ``ValueError``.
     """
 
     def __init__(self, model: DiffusionModel, max_sequence_length: int, store: PromptStore | None = None) -> None:
@@ -33,14 +31,9 @@ class PromptEncoder:
         self._store = store
 
     def __call__(self, prompts: Sequence[str | Prompt], max_sequence_length: int | None = None) -> Prompts:
-        """Embeddings of ``prompts`` in their order, padded with zeros to the longest.
-
-        Args:
-            max_sequence_length: length for these prompts; by default the encoder's own.
-
-        Raises:
-            PromptStoreError: the store is damaged for one of them, or cannot be written.
-        """
+        """Embeddings of ``prompts`` in their order, padded with zeros to the longest; ``max_sequence_length`` is by
+        default the encoder's own. Raises ``PromptStoreError`` if the store is damaged for one of them, or cannot be
+        written."""
         length = max_sequence_length or self._max_length
         keys: list[PromptKey] = [(prompt, length) for prompt in prompts]
         distinct = list(dict.fromkeys(keys))

@@ -64,13 +64,12 @@ def use_2d_convolutions_for_one_frame(vae: nn.Module) -> None:
     """
     from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 
+    def forward(self: Any, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
+        if x.shape[2] != 1 or cache_x is not None:
+            return type(self).forward(self, x, cache_x)
+        left, _, top, _, _, _ = self._padding
+        return F.conv2d(x[:, :, 0], self.weight[:, :, -1], self.bias, padding=(top, left)).unsqueeze(2)
+
     for module in vae.modules():
         if isinstance(module, QwenImageCausalConv3d) and module.stride == (1, 1, 1):
-            module.forward = MethodType(_forward_one_frame, module)
-
-
-def _forward_one_frame(self: Any, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
-    if x.shape[2] != 1 or cache_x is not None:
-        return type(self).forward(self, x, cache_x)
-    left, _, top, _, _, _ = self._padding
-    return F.conv2d(x[:, :, 0], self.weight[:, :, -1], self.bias, padding=(top, left)).unsqueeze(2)
+            module.forward = MethodType(forward, module)

@@ -71,13 +71,13 @@ def shard_base(transformer: Any, config: FSDPConfig, device: torch.device) -> No
     # Every block by itself, and at last the embeddings, norms and projections that belong to none.
     for module in [*blocks, transformer]:
         fully_shard(module, mesh=mesh, reshard_after_forward=config.reshard_after_forward, offload_policy=offload)
+
+    def copied(_module: Any, _inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
+        answer = output[0]  # a list, if the transformer gives one tensor for each image
+        return [part.clone() for part in answer] if isinstance(answer, list) else answer.clone(), *output[1:]
+
     # FSDP hangs the backward pass of its root on the output, which is a view: an operation in place would lose that.
-    transformer.register_forward_hook(lambda _module, _inputs, output: (_copied(output[0]), *output[1:]))
-
-
-def _copied(answer: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    """A copy of a transformer's output, which may be a list with one tensor for each image."""
-    return [part.clone() for part in answer] if isinstance(answer, list) else answer.clone()
+    transformer.register_forward_hook(copied)
 
 
 @contextmanager

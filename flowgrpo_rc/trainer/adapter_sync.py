@@ -18,10 +18,8 @@ from flowgrpo_rc.transfers import to_host
 class KnownAdapter:
     """The actor's adapter as it was before a batch."""
 
-    version: int
-    """Number of batches learned from by then."""
-    state: dict[str, Tensor] | None
-    """On the host; ``None`` for the adapter that the actor has now."""
+    version: int  # number of batches learned from by then
+    state: dict[str, Tensor] | None  # on the host; ``None`` for the adapter that the actor has now
 
 
 class AdapterSync:
@@ -63,8 +61,7 @@ class AdapterSync:
     def push(self, version: int) -> None:
         """Record the actor's adapter under this version, and give the engine the one for the batch it draws next.
 
-        Raises:
-            RolloutSyncError: the engine does not hold what it was given. A pool raises this at its next call.
+        Raises ``RolloutSyncError`` if the engine does not hold what it was given; a pool raises it at its next call.
         """
         state = None
         if self._lag:

@@ -11,7 +11,6 @@ from accelerate.utils import gather_object
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.digests import short_digest
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
@@ -58,7 +57,11 @@ def settings_of(
         # Content too: the same path may be another file on another machine.
         "content of data.train_files": _prompts_digest(train),
         "content of data.val_files": _prompts_digest(validation),
-        "content of rewards": {name: _file_digest(own.path) for name, own in config.reward.own_functions().items()},
+        "content of rewards": {
+            # A module's name, which the reward imports, is no file.
+            name: short_digest(file.read_bytes()) if (file := Path(own.path).expanduser()).is_file() else own.path
+            for name, own in config.reward.own_functions().items()
+        },
     }
 
 
@@ -77,10 +80,3 @@ def _prompts_digest(records: Sequence[PromptRecord]) -> str:
         metadata = {name: value for name, value in record.metadata.items() if name != "images"}
         content.append((record.prompt, record.negative_prompt, [image.digest for image in record.images], metadata))
     return short_digest(repr(content).encode("utf-8", "backslashreplace"))
-
-
-def _file_digest(path: str) -> str:
-    try:
-        return short_digest(Path(path).expanduser().read_bytes())
-    except OSError as error:  # a module's name, which the reward imports
-        return one_line(error)

@@ -273,10 +273,7 @@ class FlowGRPOConfig(Section):
 
     @property
     def first_mini_batch_is_free(self) -> bool:
-        """Whether the update's own first forward supplies the first mini-batch's old policy in decoupled mode.
-
-        Batch normalisation of the weights and a baseline that knows of rejection need every row's before.
-        """
+        """The update's own first forward supplies the first mini-batch's old policy in decoupled mode."""
         # Their mean and baseline are over the whole batch, before the first update.
         needs_all = self.rollout_correction.rollout_is_batch_normalize or self.algorithm.rejection_aware_baseline
         return self.actor_rollout_ref.actor.score == "auto" and not needs_all

@@ -30,23 +30,15 @@ LINES = "images.jsonl"
 class ScoredImage:
     """An image of a rollout or a validation with its rewards."""
 
-    number: int
-    """In the batch of all processes, or in the validation."""
-    image: np.ndarray
-    """``(H, W, 3)`` uint8."""
+    number: int  # in the batch of all processes, or in the validation
+    image: np.ndarray  # ``(H, W, 3)`` uint8
     prompt: str
-    seed: int
-    """Of the image's noise."""
-    reward: float
-    """The weighted total."""
-    rewards: dict[str, float]
-    """The parts by name, unweighted."""
-    text: str | None = None
-    """The text that an OCR reward read."""
-    text_score: float | None = None
-    """That reward's score; ``None``: the whole reward."""
-    reference: ReferenceImage | None = None
-    """The first reference image of the prompt."""
+    seed: int  # of the image's noise
+    reward: float  # the weighted total
+    rewards: dict[str, float]  # the parts by name, unweighted
+    text: str | None = None  # the text that an OCR reward read
+    text_score: float | None = None  # that reward's score; ``None``: the whole reward
+    reference: ReferenceImage | None = None  # the first reference image of the prompt
 
     def line(self, step: int) -> dict[str, Any]:
         """The image's line of ``images.jsonl``."""

@@ -29,8 +29,7 @@ class PromptSet:
 
     records: Sequence[PromptRecord]
     pipeline: PipelineConfig
-    section: str = "pipeline"
-    """Section of ``pipeline`` under ``actor_rollout_ref.rollout``."""
+    section: str = "pipeline"  # section of ``pipeline`` under ``actor_rollout_ref.rollout``
 
     @property
     def positive(self) -> list[str | Prompt]:
@@ -57,12 +56,9 @@ class PromptSet:
 class Encoding:
     """Counts of the prompts of a run, over all processes."""
 
-    prompts: int
-    """Distinct prompts and lengths, with negative prompts."""
-    encoded: int
-    """Prompts that went through the text encoder now; machines that do not share the store count their own."""
-    size: int
-    """Bytes of all their embeddings."""
+    prompts: int  # distinct prompts and lengths, with negative prompts
+    encoded: int  # prompts that went through the text encoder now; machines that do not share the store count their own
+    size: int  # bytes of all their embeddings
 
     def __str__(self) -> str:
         return (

@@ -23,15 +23,11 @@ from flowgrpo_rc.trainer.setup import Run
 class BatchRequest:
     """The images of this process in one batch, before they are drawn."""
 
-    step: int
-    """Number of batches that are learned from before it."""
-    prompts: list[PromptRecord]
-    """The distinct prompts; each is a row of the request's conditioning."""
-    group: Int[Tensor, " B"]
-    """For each image the position of its prompt in the batch of all processes."""
+    step: int  # number of batches that are learned from before it
+    prompts: list[PromptRecord]  # the distinct prompts; each is a row of the request's conditioning
+    group: Int[Tensor, " B"]  # for each image the position of its prompt in the batch of all processes
     request: RolloutRequest
-    scoring: RolloutScoring
-    """Takes the images and returns their rewards."""
+    scoring: RolloutScoring  # takes the images and returns their rewards
 
 
 def image_numbers(group: Int[Tensor, " B"], n: int) -> Int[Tensor, " B"]:

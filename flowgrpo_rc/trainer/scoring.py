@@ -79,13 +79,8 @@ def batch_advantages(
         weights = config.reward.weights()
         parts = gather(torch.from_numpy(np.stack([scored.parts[name] for name in weights], axis=1)))
         rewards = normalised_sum(parts, torch.tensor(list(weights.values())), group, keep=keep)
-    result = group_advantages(
-        rewards,
-        group,
-        norm_by_std=config.algorithm.norm_adv_by_std_in_grpo,
-        global_std=config.algorithm.global_std,
-        keep=keep,
-    )
+    by_std, global_std = config.algorithm.norm_adv_by_std_in_grpo, config.algorithm.global_std
+    result = group_advantages(rewards, group, norm_by_std=by_std, global_std=global_std, keep=keep)
     # Equal counts on all processes, so that the rank gives the place.
     count = len(scored.total)
     own = slice(rank * count, (rank + 1) * count)
@@ -96,14 +91,10 @@ def batch_advantages(
 
 
 class RolloutScoring(PartialScoring):
-    """Scores the images of a rollout as they come; a context manager that scores nothing more on exit.
+    """Scores the images of ``records`` as they come; a context manager that scores nothing more on exit.
 
-    Args:
-        mix: the rewards.
-        records: the prompt of every image.
-        part: images of a micro-batch of the rollout.
-        overlaps: score images while others are drawn.
-        ahead: score images of a batch before the trainer comes to it.
+    With ``overlaps`` images are scored while others are drawn, with ``ahead`` before the trainer comes to their batch;
+    ``part`` is the number of images in a micro-batch of the rollout.
     """
 
     def __init__(

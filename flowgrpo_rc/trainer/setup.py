@@ -135,14 +135,10 @@ class Run:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
         chosen = PromptSet(prompts, pipeline)
         negative = chosen.negative(self.model)
-        return Conditioning(
-            self.encoder(chosen.positive, pipeline.max_sequence_length),
-            self.encoder(negative, pipeline.max_sequence_length) if negative else None,
-            pipeline.true_cfg_scale,
-            pipeline.guidance_scale,
-            pipeline.height,
-            pipeline.width,
-        )
+        positive = self.encoder(chosen.positive, pipeline.max_sequence_length)
+        steered = self.encoder(negative, pipeline.max_sequence_length) if negative else None
+        guidance = (pipeline.true_cfg_scale, pipeline.guidance_scale)
+        return Conditioning(positive, steered, *guidance, pipeline.height, pipeline.width)
 
     def _load_model(self) -> None:
         """Load the model, and build encoder, engine and actor.

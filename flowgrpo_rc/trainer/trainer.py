@@ -41,8 +41,7 @@ from flowgrpo_rc.trainer.outputs import RunOutputs
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue
 from flowgrpo_rc.trainer.scoring import batch_advantages, reward_statistics
 from flowgrpo_rc.trainer.setup import Run
-from flowgrpo_rc.trainer.timeline import Timeline
-from flowgrpo_rc.trainer.timer import StageTimer, peak_memory, speed
+from flowgrpo_rc.trainer.timer import StageTimer, Timeline, peak_memory, speed
 from flowgrpo_rc.trainer.validation import validate
 
 if TYPE_CHECKING:
@@ -107,15 +106,9 @@ class FlowGRPOTrainer:
         self.adapter.push(self.step)
         configured = ModeInForce.configured(config.actor_rollout_ref.actor)
         self.rollouts = RolloutQueue(run, configured)
-        self.rescoring = Rescoring(
-            config.actor_rollout_ref.rollout,
-            configured,
-            config.data.train_batch_size,
-            run.actor,
-            self.adapter,
-            run.clip_bands,
-            run.rejection_bands,
-        )
+        rollout, prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
+        bands = (run.clip_bands, run.rejection_bands)
+        self.rescoring = Rescoring(rollout, configured, prompts, run.actor, self.adapter, *bands)
 
     def train_step(self) -> dict[str, float]:
         """Roll out one batch of prompts, reward it, correct it, learn from it; returns the step's metrics."""

@@ -15,8 +15,7 @@ from flowgrpo_rc.correction.plan import RS_OPTIONS
 from flowgrpo_rc.rollout import RolloutPool
 from flowgrpo_rc.rollout.pool import EngineWork
 from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
-from flowgrpo_rc.trainer.timeline import Timeline
-from flowgrpo_rc.trainer.timer import peak_memory, speed
+from flowgrpo_rc.trainer.timer import Timeline, peak_memory, speed
 
 STAGES = "rollout|probe|reward|score|correct|advantage|update|sync|validate|save|log"
 PLACEHOLDERS = {

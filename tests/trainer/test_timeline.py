@@ -12,9 +12,8 @@ from flowgrpo_rc.rollout import EngineLostError, RolloutPool
 from flowgrpo_rc.rollout.pool import EngineWork, Work
 from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolderError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-from flowgrpo_rc.trainer import timeline as module
-from flowgrpo_rc.trainer.timeline import Timeline, engine_use
-from flowgrpo_rc.trainer.timer import Span
+from flowgrpo_rc.trainer import timer as module
+from flowgrpo_rc.trainer.timer import Span, Timeline, engine_use
 
 R = "actor_rollout_ref.rollout"
 STAGES = ["rollout", "rollout", "probe", "reward", "score", "correct", "advantage", "update", "sync"]
