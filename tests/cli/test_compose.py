@@ -90,12 +90,6 @@ def test_missing_files_list_what_there_is(tmp_path):
         compose(TINY, config_dir=str(tmp_path / "none"))
 
 
-def test_users_own_yaml_builds_on_the_shipped_ones(tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults: [tiny_qwen_image_ocr, _self_]\ntrainer: {seed: 5}\n")
-    config = compose("mine", ["data.seed=6"], config_dir=str(tmp_path))
-    assert (config.trainer.seed, config.data.seed, config.actor_rollout_ref.rollout.n) == (5, 6, 12)
-
-
 @pytest.mark.parametrize(
     "override",
     [
@@ -166,11 +160,3 @@ def test_a_preset_on_the_command_line_replaces_the_files_correction():
     assert refined.rollout_correction == replace(RolloutCorrectionConfig.bypass_ppo_clip(), rollout_is="token")
     kept = compose("tiny_qwen_image_ocr", [f"{section}.preset=null", f"{section}.rollout_is=token"]).rollout_correction
     assert kept == replace(plain, rollout_is="token")
-
-
-def test_a_wrong_correction_hides_nothing_else_that_is_wrong():
-    with pytest.raises(ConfigError) as caught:
-        compose(TINY, [f"{RC}.bypass_mode=yes", "actor_rollout_ref.actor.optim.lr=0", "trainer.total_epochs=0"])
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith("the configuration has 3 settings")
-    assert all(any(key in line for line in lines[2:]) for key in (f"{RC}.bypass_mode", "optim.lr", "total_epochs"))

@@ -349,10 +349,10 @@ def test_all_refusals_are_told_together_and_grouped():
     message = refused(
         "critic.optim.lr=1e-5", "trainer.sead=3", "sample.num_steps=10", f"{R}.algo.sde_window_range=[0,null]",
         "trainer.seed=many", f"{R}.n=1", f"{A}.shuffle=True", "reward.functions.x=big", "trainer.logger=[mlflow]",
-        "nonsense", "data.train_files=a,b", name=TINY,
+        "nonsense", "data.train_files=a,b", "algorithm.rollout_correction.bypass_mode=yes", name=TINY,
     )  # fmt: skip
     lines = message.splitlines()
-    assert lines[0] == "the configuration has 11 settings that cannot be used"
+    assert lines[0] == "the configuration has 12 settings that cannot be used"
     groups = [line.strip().rstrip(":") for line in lines if re.match(r"  \S", line)]
     assert groups == ["delete; they mean nothing here", "write instead", "cannot work here", "unknown", "wrong value"]
     for part in (
@@ -363,6 +363,7 @@ def test_all_refusals_are_told_together_and_grouped():
         "trainer.seed: got 'many'",
         f"{R}.n: got 1; GRPO compares",
         "reward.functions: 'x' is not a known reward",
+        "algorithm.rollout_correction.bypass_mode must be true or false",
         "trainer.logger: got 'mlflow'",
         "cannot read the override 'nonsense'",
         "data.train_files: got 'a,b', which is a sweep",

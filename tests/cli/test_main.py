@@ -34,7 +34,6 @@ def run(*command, cwd, **environment):
 @pytest.mark.parametrize(
     "code",
     [
-        "import flowgrpo_rc",
         "from flowgrpo_rc.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass",
         "from flowgrpo_rc.cli.compose import compose; compose('tiny_qwen_image_ocr'); import sys; "
         "assert 'torch' not in sys.modules",

@@ -89,40 +89,17 @@ def test_a_collapsing_setting_is_not_called_safe(probe, tmp_path):
 
 
 @pytest.mark.run
-def test_the_table_and_the_picture_show_the_intervals(probe, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda own, *path, **how: (figures.append(own), save(own, *path, **how)))
+def test_the_table_shows_the_intervals(probe, tmp_path):
     _, said, _ = probe("--images", "8", "--max-images", "8", f"{CLIP}=2e-4")
-    steps = json.loads((tmp_path / "out" / "probe.json").read_text())
-    rows = [
-        line.split() for line in said.splitlines() if line[:9].strip().replace(".", "").isdigit() or " all " in line
-    ]
-    shown = [*steps["steps"], steps["overall"]]
-    assert len(rows) == len(shown)
-    for row, step in zip(rows, shown, strict=True):
-        low, high = (f"{step['clipped_interval'][end]:.0%}" for end in ("low", "high"))
-        assert row[8:12] == [f"{step['clipped']:.0%}", low, "to", high]
-    right = figures[0].axes[1]
-    assert [line.get_ydata()[0] for line in right.lines if line.get_label().startswith("limit")] == [0.5]
-    (bars,) = right.containers[-1:] if right.containers[-1].errorbar else right.containers[:1]
-    ends = [tuple(segment[:, 1]) for segment in bars.errorbar.lines[2][0].get_segments()]
-    assert ends == [
-        (pytest.approx(s["clipped_interval"]["low"]), pytest.approx(s["clipped_interval"]["high"])) for s in shown
-    ]
-    drifts = [*steps["drift"]["timesteps"], steps["drift"]]
+    saved = json.loads((tmp_path / "out" / "probe.json").read_text())
+    table = [line for line in said.splitlines() if line[:9].strip().replace(".", "").isdigit() or " all " in line]
+    shown, drifts = [*saved["steps"], saved["overall"]], [*saved["drift"]["timesteps"], saved["drift"]]
     assert [one["timestep"] for one in drifts[:-1]] == [step["timestep"] for step in shown[:-1]]
-    for row, one in zip(rows, drifts, strict=True):
-        low, high = (f"{one['interval'][end]:.4f}" for end in ("low", "high"))
-        assert row[12:] == [f"{one['value']:.4f}", low, "to", high]
-    third = figures[0].axes[2]
-    limits = {line.get_label(): line.get_ydata()[0] for line in third.lines if "safe" in line.get_label()}
-    assert limits == {"not safe above 0.0075": 0.0075, "safe below 0.006": 0.006}
-    assert [bar.get_height() for bar in third.patches] == [pytest.approx(one["value"]) for one in drifts]
-    probe("--images", "2", "--max-images", "2", f"{CLIP}=2e-4", f"{RC}.loss_type=reinforce")
-    assert len(figures[1].axes) == 2
+    for line, step, drift in zip(table, shown, drifts, strict=True):
+        low, high = (f"{step['clipped_interval'][end]:.0%}" for end in ("low", "high"))
+        ends = [f"{drift['interval'][end]:.4f}" for end in ("low", "high")]
+        drift_cells = [f"{drift['value']:.4f}", ends[0], "to", ends[1]]
+        assert line.split()[8:] == [f"{step['clipped']:.0%}", low, "to", high, *drift_cells]
 
 
 @pytest.mark.parametrize(

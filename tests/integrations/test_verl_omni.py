@@ -187,9 +187,7 @@ def test_keys_of_other_dialects_are_translated(omni, section, keep, weights):
 
 def test_an_unknown_key_warns_and_has_no_effect(omni):
     _, home, _, _ = omni
-    with pytest.warns(
-        UserWarning, match=r"rollout_rs_treshold='0.6_1.4' has no effect.*nearest known: rollout_rs_thresh"
-    ):
+    with pytest.warns(UserWarning, match=r"treshold='0.6_1.4' has no effect.*nearest known: rollout_rs_thresh"):
         made, _ = home.apply_rollout_correction_to_diffusion_batch(batch(), {"rollout_rs_treshold": "0.6_1.4"})
     assert set(made.batch.keys()) == {"old_log_probs", "rollout_log_probs"}
 
@@ -245,10 +243,8 @@ def test_diagnostics_of_a_batch(omni):
         ("rejection_normalization", "kept"),
         ("guard", "fallback"),
         ("guard", "warn"),
-        ("guard_clip_fraction", 0.2),
         ("guard_patience", 5),
         ("rollout_rs_auto_share", 0.02),
-        ("rollout_rs_auto_max", 0.2),
         ("rollout_rs_treshold", "0.6_1.4"),
     ],
 )

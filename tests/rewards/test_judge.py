@@ -290,20 +290,14 @@ def test_a_server_of_another_kind(reply, told):
 
 # ---------------------------------------------------------------- a hostile server
 
-HOSTILE = {
-    "cut off": Reply(said("<Score>0</Score>"), cut_at=30),
-    "wrong length": Reply({"choices": []}),
-    "401": Reply(f"wrong key {SECRET}", status=401),
-    "echo": Reply(said(f"your key is {SECRET}")),
-}
 
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_what_it_keeps_sending_ends_in_one_error_without_the_key(kind, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "reply", [Reply(f"wrong key {SECRET}", status=401), Reply(said(f"your key is {SECRET}"))], ids=["401", "echo"]
+)
+def test_what_it_keeps_sending_ends_in_one_error_without_the_key(reply, monkeypatch, caplog):
     """No hang, no 0, and the key in no message, log or representation."""
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     caplog.set_level(logging.DEBUG)
-    reply = HOSTILE[kind]
     with FakeJudge(after_start(4, lambda asked: reply)) as server:
         reward = server.reward(TEN, timeout_s=0.3, tries=2, api_key_env="JUDGE_KEY")
         assert server.calls[-1].headers["authorization"] == f"Bearer {SECRET}"

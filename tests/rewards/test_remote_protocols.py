@@ -67,21 +67,9 @@ def test_a_refusal_brings_the_servers_words(name):
 
 
 def test_flow_grpos_answers():
-    read = PROTOCOLS["flow_grpo"].read_answer
-    assert read(pickle.dumps({"outputs": [0.5, 0.25]})) == ([0.5, 0.25], {})
-    geneval = {
-        "scores": [1.0, 0.5],
-        "rewards": [0.0, 0.0],
-        "strict_rewards": [1.0, 0.0],
-        "group_rewards": {"counting": [0.0, -10.0]},
-        "group_strict_rewards": {"counting": [1.0, -10.0], "colors": [-10.0, 0.0]},
-    }
-    info = {
-        "strict_accuracy": [1.0, 0.0],
-        "counting_strict_accuracy": [1.0, -10.0],
-        "colors_strict_accuracy": [-10.0, 0.0],
-    }
-    assert read(pickle.dumps(geneval)) == ([1.0, 0.5], info)
+    """Its GenEval server's, with the parts of a score: `test_flow_grpos_geneval_server`."""
+    answer = pickle.dumps({"outputs": [0.5, 0.25]})
+    assert PROTOCOLS["flow_grpo"].read_answer(answer) == ([0.5, 0.25], {})
 
 
 WRONG_REQUESTS = {

@@ -16,18 +16,34 @@ def compose(*overrides: str) -> RewardConfig:
     return compose_run("flowgrpo_trainer", overrides).reward
 
 
-def test_custom_name_may_not_shadow_a_builtin(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text("def ocr(images, prompts, metadata): ...\n")
-    with pytest.raises(ValueError, match=r"name: 'ocr' is the name of a built-in reward; rename"):
-        RewardConfig(custom_reward_function=CustomRewardConfig(path=str(path), name="ocr"))
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("name", "ocr", "name: 'ocr' is the name of a built-in reward; rename"),
+        *(
+            ("name", name, rf"name: got '{name}', but the run logs reward/{name}.*rename your function")
+            for name in ("mean", "zero_std_fraction")
+        ),
+        *(
+            ("name", name, "name: got .*which becomes the metric reward/.*letters a to z")
+            for name in ("a/b", "a b", "größe", "1st")
+        ),
+        *(
+            ("path", path, r"custom_reward_function\.path: .* is not a file")
+            for path in ("/nowhere/mine.py", "/", "pkg://verl_omni.utils")
+        ),
+    ],
+)
+def test_names_and_paths_of_a_function_that_cannot_be(mine: str, key: str, value: str, told: str) -> None:
+    """A name is one that every tracker stores, and no other metric's or reward's."""
+    section = {"path": mine.partition("=")[2], "name": "compute_score"}
+    with pytest.raises(ValueError, match=told):
+        RewardConfig(custom_reward_function=CustomRewardConfig(**section | {key: value}))
 
 
-def test_validate_repeats_the_checks_after_mutation() -> None:
-    config = RewardConfig()
-    config.ocr.mode = "fast"
-    with pytest.raises(ValueError, match=r"reward\.ocr\.mode: got 'fast'; choose one of recognition, full"):
-        config.validate()
+def test_a_reward_of_the_mix_may_not_have_the_name_of_a_metric() -> None:
+    with pytest.raises(ValueError, match="functions: got 'mean', but the run logs reward/mean"):
+        RewardMix({"mean": lambda images, prompts, metadata: [0.0]}, {"mean": 1.0})
 
 
 # ---------------------------------------------------------------------- which rewards count
@@ -104,26 +120,6 @@ def test_what_is_no_weight_says_so(override: str, told: str) -> None:
         compose(override)
     assert "unknown configuration key" not in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["mean", "zero_std_fraction"])
-def test_a_function_may_not_have_the_name_of_a_metric_of_the_log(mine: str, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"name: got '{name}', but the run logs reward/{name}.*rename your function"):
-        compose(mine, f"reward.custom_reward_function.name={name}")
-    with pytest.raises(ValueError, match=rf"functions: got '{name}', but the run logs reward/{name}"):
-        RewardMix({name: lambda images, prompts, metadata: [0.0]}, {name: 1.0})
-
-
-@pytest.mark.parametrize("name", ["a/b", "a b", "größe", "1st"])
-def test_a_name_is_one_that_every_tracker_stores(mine: str, name: str) -> None:
-    with pytest.raises(ValueError, match=r"name: got .*which becomes the metric reward/.*letters a to z"):
-        CustomRewardConfig(path=mine.partition("=")[2], name=name)
-
-
-@pytest.mark.parametrize("path", ["/nowhere/mine.py", "/", "pkg://verl_omni.utils"])
-def test_paths_that_are_no_file(path: str) -> None:
-    with pytest.raises(ValueError, match=r"custom_reward_function\.path: .* is not a file"):
-        CustomRewardConfig(path=path)
 
 
 # ---------------------------------------------------------------------- several functions, and scorers that look

@@ -12,7 +12,6 @@ from reward_files import IMAGES, PROMPTS
 
 from flowgrpo_rc.rewards import (
     CustomRewardConfig,
-    OCRReward,
     RewardConfig,
     RewardError,
     RewardMix,
@@ -70,14 +69,6 @@ def test_build_reward_builds_only_what_is_on(tmp_path: Path) -> None:
     np.testing.assert_allclose(result.total, 3 * jpeg + [10, 20, 30], rtol=1e-6)
     assert result.info["count"] == {"n": [1, 2, 3]}
     mix.check_prompts(["no quotes are needed here"])
-
-
-def test_broken_custom_function_stops_before_the_engine_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text("x = 1\n")
-    monkeypatch.setattr(OCRReward, "__init__", lambda *a: pytest.fail("the engine was loaded"))
-    with pytest.raises(ValueError, match="defines no 'compute_score'"):
-        build_reward(RewardConfig(custom_reward_function=CustomRewardConfig(path=str(path))))
 
 
 def test_build_reward_by_default_is_ocr_and_checks_prompts() -> None:
@@ -167,10 +158,7 @@ def numbers():
         (numbers(), "generator; return"),
         (["1", "2", "3"], r"list that does not convert to floats \(its entry 0 is str '1'\)"),
         ([1.0, None, 3.0], r"list that does not convert to floats \(its entry 1 is None\)"),
-        ([1.0, 2.0, 1j], r"list that does not convert to floats \(its entry 2 is complex"),
-        ([{"score": 1.0}] * 3, r"list that does not convert to floats \(its entry 0 is dict"),
         ([1.0, [2.0], 3.0], "list that does not convert to floats"),
-        (np.array(["1", "2", "3"]), r"ndarray that does not convert to floats \(its type is <U1\)"),
         (np.ones(3) * 1j, r"ndarray that does not convert to floats \(its type is complex128\)"),
         (np.array([1, None, 3], object), r"ndarray that does not convert to floats \(its entry 1 is None\)"),
         (torch.ones(3, dtype=torch.complex64), r"Tensor that does not convert to floats \(its type is torch.complex64"),
@@ -198,8 +186,6 @@ def test_everything_else_is_refused(answer: Any, told: str) -> None:
         ({"a": [1, 2]}, r"info\['a'\] with 2 entries for 3 images"),
         ({"a": 1}, r"info\['a'\] of type int; give a list with one entry for each of the 3 images"),
         ({"a": "abc"}, r"info\['a'\] of type str"),
-        ({"a": {"x": 1, "y": 2, "z": 3}}, r"info\['a'\] of type dict"),
-        ({"a": torch.tensor(1.0)}, r"info\['a'\] of type Tensor"),
         ({"good": [1, 2, 3], "text": ["x"]}, r"info\['text'\] with 1 entries"),
         ({"text": ["x", None, "z"]}, r"info\['text'\]\[1\] = None; .*must be a string"),
         ({1: [1, 2, 3]}, "info with the key 1; its keys must be strings"),

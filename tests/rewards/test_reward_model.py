@@ -1,6 +1,5 @@
 """A reward model that the run serves itself, with a stub in the place of vllm."""
 
-import gc
 import json
 import os
 import re
@@ -100,15 +99,6 @@ def test_the_judge_asks_the_server_that_the_run_has_started(notes, tmp_path, cap
     reward.close()
     assert_ends(note["pid"], note["worker"])
     assert not list(tmp_path.glob("*.log"))
-
-
-def test_the_server_goes_with_the_reward(notes):
-    reward = build_reward(config())
-    (note,) = read(notes)
-    assert is_alive(note["worker"])
-    del reward
-    gc.collect()
-    assert_ends(note["pid"], note["worker"])
 
 
 def test_a_server_that_ends_before_it_answers(notes, monkeypatch):

@@ -53,15 +53,6 @@ def test_flat_and_noise_score_zero(reward: OCRReward) -> None:
     assert info["text"] == ["", ""]
 
 
-def test_order_of_a_batch_does_not_matter(reward: OCRReward) -> None:
-    """The recogniser works in small batches; each image keeps its own reading."""
-    numbers = [str(n) for n in np.random.default_rng(3).permutation(np.arange(10, 100))[:20]]
-    images = np.stack([render(n) for n in numbers])
-    order = np.random.default_rng(4).permutation(20)
-    assert reward.read(images[order]) == [numbers[i] for i in order]
-    assert reward.read(images[:1]) == numbers[:1]
-
-
 def test_wide_images_widen_the_input(reward: OCRReward) -> None:
     image = np.asarray(render("flow matching", size=160, font_size=22))[64:96]
     assert image.shape == (32, 160, 3)

@@ -90,22 +90,6 @@ def test_the_log_has_the_known_statistics_and_one_key_a_reward(tmp_path: Path, c
     assert f"Reward:0.5xjpeg_compressibility+1xf({path})" in said
 
 
-def test_a_reward_that_turns_gradients_off_changes_nothing(tmp_path: Path) -> None:
-    """The same steps as with the same reward that does not."""
-    for name, first in (
-        ("plain", "pass"),
-        ("hostile", "torch.set_grad_enabled(False); torch.set_default_dtype(torch.float64)"),
-    ):
-        path = write(tmp_path, function(f"{first}\n{BRIGHTNESS}"), f"{name}.py")
-        (tmp_path / name).mkdir()
-        assert demo(tmp_path / name, path, "trainer.total_training_steps=2") == 0
-    plain = rows_of(tmp_path / "plain" / "run")
-    assert plain == rows_of(tmp_path / "hostile" / "run")
-    assert plain[-1]["actor/grad_norm"] > 0
-    assert torch.is_grad_enabled()
-    assert torch.get_default_dtype() == torch.float32
-
-
 def test_verl_omnis_form_trains_on_a_file_with_its_columns(tmp_path: Path) -> None:
     """From the layout that verl-omni's data preparation, and ours, write."""
     lines = "".join(f'the text "{number}"\n' for number in range(10, 18))

@@ -16,7 +16,7 @@ from tests_support import untimed, wait_until
 
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.rewards import PartialScoring, RewardConfig, RewardError, RewardMix, build_reward
-from flowgrpo_rc.rewards.call_queue import AHEAD, NOW, THREAD_NAME, CallQueue
+from flowgrpo_rc.rewards.call_queue import NOW, THREAD_NAME, CallQueue
 from flowgrpo_rc.rewards.judge.reward import JudgeReward
 from flowgrpo_rc.rollout import RolloutSyncError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
@@ -105,26 +105,6 @@ def test_a_failure_in_the_background_is_raised_by_the_result(tmp_path: Any, body
         scoring.result(IMAGES[:3])
 
 
-def test_nothing_more_is_scored_after_abandon() -> None:
-    begun, go_on, calls = threading.Event(), threading.Event(), []
-
-    def slow(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
-        calls.append(len(images))
-        begun.set()
-        assert go_on.wait(WAIT_S)
-        return [0.0] * len(images)
-
-    slow.streams = True  # type: ignore[attr-defined]
-    scoring = PartialScoring(RewardMix({"slow": slow}, {"slow": 1.0}), PROMPTS, METADATA, 3)
-    scoring.score_ahead(IMAGES[:3])
-    scoring.score_ahead(IMAGES[3:6])
-    assert begun.wait(WAIT_S)
-    scoring.abandon()
-    go_on.set()
-    wait_until(lambda: not scoring_threads())
-    assert calls == [3]
-
-
 def test_a_failing_function_ends_the_calls_of_the_others() -> None:
     """In a validation nobody else would: a server would go on scoring what nobody reads."""
     begun, go_on, calls = threading.Event(), threading.Event(), []
@@ -153,28 +133,6 @@ def test_a_failing_function_ends_the_calls_of_the_others() -> None:
 
 def scoring_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
-
-
-def test_urgent_calls_come_first_and_one_at_a_time() -> None:
-    queue = CallQueue()
-    order: list[str] = []
-    begun, go_on = threading.Event(), threading.Event()
-
-    def first() -> None:
-        begun.set()
-        assert go_on.wait(WAIT_S)
-        order.append("first")
-
-    futures = [queue.submit(AHEAD, first)]
-    assert begun.wait(WAIT_S)
-    for urgency, name in ((AHEAD, "ahead 0"), (NOW, "now 0"), (AHEAD, "ahead 1"), (NOW, "now 1")):
-        futures.append(queue.submit(urgency, lambda name=name: order.append(name)))
-    go_on.set()
-    for future in futures:
-        future.result(WAIT_S)
-    assert order == ["first", "now 0", "now 1", "ahead 0", "ahead 1"]
-    wait_until(lambda: not scoring_threads())
-    assert queue.submit(NOW, lambda: 5).result(WAIT_S) == 5, "a queue that was empty goes on"
 
 
 def test_the_thread_computes_where_the_one_that_draws_does(monkeypatch):

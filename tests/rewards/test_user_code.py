@@ -107,15 +107,6 @@ def test_dataclass_in_the_file_works(tmp_path: Path) -> None:
     assert load_function(path, "f")() == 3
 
 
-def test_file_that_raises_is_chained_and_can_be_retried(tmp_path: Path) -> None:
-    path = write(tmp_path, "import no_such_module_here\n")
-    with pytest.raises(ValueError, match=r"importing .*mine\.py raised ModuleNotFoundError") as caught:
-        load_function(path, "f")
-    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
-    path.write_text("def f(): return 5\n")
-    assert load_function(path, "f")() == 5
-
-
 @pytest.mark.parametrize(
     ("source", "name", "told"),
     [
