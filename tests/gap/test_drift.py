@@ -1,7 +1,6 @@
 """The drift: what an update learns from the gap alone, against closed forms and against sampled updates."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -295,12 +294,3 @@ def test_the_interval_holds_the_drift_of_many_images():
         found = meter.result(0.95)
         held += found.interval.low <= truth / unit <= found.interval.high
     assert held >= 35
-
-
-def test_a_mode_without_the_correction_is_one_without_a_gap():
-    mode = mode_with({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.99_1.01"}, clip_ratio="auto")
-    free = without_correction(mode)
-    assert not free.bypasses
-    assert not free.rollout_correction.plan().can_reject
-    assert free.rollout_correction.plan().importance is None
-    assert free.diffusion_loss == replace(mode.diffusion_loss, clip_ratio=mode.diffusion_loss.auto_clip_min)

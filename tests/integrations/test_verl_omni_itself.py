@@ -167,15 +167,6 @@ def test_a_step_of_its_trainer_corrects_with_the_documented_band(step, drop_in):
     assert metrics["rollout_corr/logprob_abs_diff/ts_900"] == pytest.approx(float(OLD[:, 0].abs().mean()))
 
 
-def test_what_its_own_functions_make_of_the_same_step(step):
-    """Their band is verl's, the mirror image: `1/1.4 <= r <= 1/.6` keeps 1.5."""
-    metrics, learned = step(**REJECTING)
-    kept = torch.tensor([[1.0, 1.5], [0.0, 1.0], [1.0, 1.0], [0.0, 1.2]])
-    torch.testing.assert_close(learned["rollout_is_weights"], kept)
-    assert "rollout_keep" not in set(learned.keys())
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 8)
-
-
 def test_without_rejection_both_learn_from_the_same_weights(step, omni):
     section = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
     _, theirs = step(**section)

@@ -494,19 +494,6 @@ def test_only_log_probs_get_a_gradient_and_inputs_stay_as_they_are(mode):
     assert_close(new, kept, **EXACT)
 
 
-class BareMapping:
-    """Keys and values, and nothing else of a dict."""
-
-    def __init__(self, values):
-        self._values = values
-
-    def keys(self):
-        return self._values.keys()
-
-    def __getitem__(self, name):
-        return self._values[name]
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_containers_agree(mode):
     rc = CORRECTIONS["token TIS, token_k1"]
@@ -514,10 +501,10 @@ def test_containers_agree(mode):
     data, output = prepared(mode, rc, new, data), {"log_probs": new, **kl_output(0, new.shape)}
     config = make_config(mode, rc, kl=0.1)
     loss, metrics = diffusion_loss(config, output, data)
-    for wrap in (lambda x: TensorDict(x, batch_size=[len(new)]), BareMapping):
-        other, other_metrics = diffusion_loss(config, wrap(output), wrap(data))
-        assert_close(other, loss, **EXACT)
-        assert other_metrics == metrics
+    held = (TensorDict(x, batch_size=[len(new)]) for x in (output, data))
+    other, other_metrics = diffusion_loss(config, *held)
+    assert_close(other, loss, **EXACT)
+    assert other_metrics == metrics
     held, _ = diffusion_loss(config, output, SimpleNamespace(batch=data))
     assert_close(held, loss, **EXACT)
 

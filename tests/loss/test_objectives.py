@@ -1,6 +1,5 @@
 """The table of objectives: torch-free, consistent with the functions that it names, and open at run time."""
 
-
 import pytest
 import torch
 from loss_cases import F64
