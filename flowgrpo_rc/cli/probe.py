@@ -16,7 +16,6 @@ from flowgrpo_rc.cli.errors import LOADING, NEGATIVE, TRAINING
 from flowgrpo_rc.gap.intervals import MOST_IMAGES
 from flowgrpo_rc.gap.safety import DRIFT_NOT_SAFE, DRIFT_SAFE, clip_not_safe
 from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
-from flowgrpo_rc.run_folder import RunFolder
 
 NOT_SHOWN_SAFE = 4
 """Exit code of a probe that cannot show that the configuration is safe."""
@@ -195,6 +194,9 @@ def write_result(root: Path, result: Any) -> list[str]:
     Raises:
         OSError: the disk is full, or the folder is gone; earlier files stay as they are.
     """
+    # serve-reward shares this parser and runs where filelock is not installed.
+    from flowgrpo_rc.run_folder import RunFolder
+
     values = result.to_dict()
     lines = []
     # Renamed when both are whole, in the same file system, so that a full disk costs no earlier result.

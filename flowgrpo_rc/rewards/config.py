@@ -176,12 +176,7 @@ class RemoteConfig(HTTPOptions):
 
 
 def remote_scorers(value: Any) -> dict[str, RemoteConfig]:
-    """The servers by name that the section ``reward.remote`` holds, as mappings or as ``RemoteConfig``.
-
-    Raises:
-        Problems: servers' sections cannot be used; messages begin with a server's name.
-        ValueError: ``value`` is no mapping.
-    """
+    """The servers by name that the section ``reward.remote`` holds, as mappings or as ``RemoteConfig``."""
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"got {show(value)}; give servers by name, e.g. reward.remote.geneval.url=http://...")
     servers: dict[str, RemoteConfig] = {}
@@ -455,9 +450,5 @@ class RewardConfig(Section):
         return f"{total}; in validation {looking} only look" if looking else total
 
     def validate(self) -> None:
-        """Repeat the checks of construction, for fields that were changed since.
-
-        Raises:
-            ValueError: names the field, its value and what to do.
-        """
+        """Raise ``ValueError`` with field, value and remedy for fields that were changed since construction."""
         self.check(self.section)

@@ -51,11 +51,7 @@ class OwnFunction:
 
 
 def of_entry(section: str, entry: Mapping[str, Any]) -> OwnFunction:
-    """The function of ``{path, name, ...}``, verl-omni's form: all further keys are arguments of every call.
-
-    Raises:
-        ValueError: there is no such function; names the field and the remedy.
-    """
+    """The function of ``{path, name, ...}``, verl-omni's form: all further keys are arguments of every call."""
     function = OwnFunction(
         section=section,
         path=entry.get("path", ""),

@@ -27,11 +27,8 @@ KWARGS_FIELD = "reward.custom_reward_function.reward_kwargs"
 
 
 def ground_truth(row: Mapping[str, Any]) -> Any:
-    """The wanted answer of a row of the prompt file, None where it has none.
-
-    verl-omni's data preparation puts it into ``reward_model.ground_truth``; a column ``ground_truth`` will do.
-    """
-    # A parquet file may hold the column as text.
+    """The wanted answer of a row of the prompt file, None where it has none."""
+    # verl-omni's data preparation writes this column; a parquet file may hold it as text.
     nested = row.get("reward_model")
     truth = nested.get("ground_truth") if isinstance(nested, Mapping) else None
     return row.get("ground_truth") if truth is None else truth
@@ -82,11 +79,7 @@ class BatchReward:
         return gather([answer])[0]
 
     def check_prompts(self, prompts: Sequence[str], **known: Any) -> None:
-        """Call the method ``check_prompts`` of the function, where it has one; see ``RewardMix.check_prompts``.
-
-        Args:
-            known: ``image_size``, ``sources`` and ``metadata``. A user's method may declare fewer of them.
-        """
+        """Call the function's ``check_prompts``, if any, with the arguments of ``RewardMix``'s that it declares."""
         check = getattr(self.function, "check_prompts", None)
         if callable(check):
             check(list(prompts), **accepted(check, known))
@@ -176,8 +169,7 @@ def adapt(
         offered: arguments that it gets where it declares them.
 
     Raises:
-        ValueError: the signature is of neither form, cannot be read, or does not take ``kwargs``; names the
-            parameters.
+        ValueError: the signature is of neither form, or does not take ``kwargs``; names the parameters.
     """
     if isinstance(function, BatchReward):
         return function

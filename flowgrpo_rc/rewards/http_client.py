@@ -15,15 +15,13 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.messages import one_line, printable
-from flowgrpo_rc.rewards.answer import AnswerError
+from flowgrpo_rc.rewards.answer import AnswerError, shortened
 from flowgrpo_rc.rewards.user_code import outside_loops
 from flowgrpo_rc.section import PositiveFloat, PositiveInt, Section, complaints
 
@@ -43,8 +41,6 @@ LARGEST_ANSWER = 16 * 2**20
 """Size in bytes beyond which an answer is refused."""
 RETRIED = (408, 409, 429)
 """Statuses below 500 after which the same request may succeed: too slow, a conflict, too many requests."""
-WORDS = 300
-"""Most characters of a server's own words in a message."""
 # Not the global generator, which belongs to users' rewards and whose state checkpoints hold.
 _random = random.Random()
 
@@ -82,19 +78,17 @@ def own_fields_first(cls: type[T]) -> type[T]:
 
 def check_url(field_name: str, url: str) -> None:
     """Raise ``ValueError`` unless ``url`` is the address of a server and holds nothing that must stay secret."""
-    try:
-        parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        known = False
-        parts = None
     # Messages and logs show the address, so it may hold no secret; this one does not repeat it either.
-    if parts is not None and (parts.username is not None or parts.query or parts.fragment):
+    if re.search("[@?#]", url):
         raise ValueError(
             f"{field_name}: the address holds a user name, a query or a fragment; give scheme, host, port and path "
             "alone, and a key through api_key_env"
         )
-    if not known or not re.fullmatch(r"[!-~]+", url):
+    try:
+        known = re.fullmatch(r"https?://[!-~]+", url) and urlsplit(url).hostname and urlsplit(url).port != 0
+    except ValueError:
+        known = False
+    if not known:
         raise ValueError(f"{field_name}: got {url[:300]!r}; give an address as http://127.0.0.1:8000/v1")
 
 
@@ -109,9 +103,7 @@ def is_loopback(host: str) -> bool:
 def read_key(field_name: str, variable: str | None) -> str | None:
     """The key from the environment variable, without white space around it; None where ``variable`` is None.
 
-    Raises:
-        ValueError: the variable has no valid name, is not set, or holds characters that no header can. The message
-            shows neither its name, which might be a key in the wrong place, nor its value.
+    The message of its ``ValueError`` shows neither name, which might be a key in the wrong place, nor value.
     """
     # The command line's option has not been checked as the configuration has.
     _check_key_name(field_name, variable)
@@ -274,11 +266,7 @@ class _Batch:
             raise ServerError(f"{request.url}: {name}: {failure}{times}") from None
 
     async def _try(self, client: httpx.AsyncClient, request: Request, sent: bytes | None) -> Any:
-        """Send a request once.
-
-        Raises:
-            _Failed: with a reason in one line, without the key.
-        """
+        """Send a request once; raises ``_Failed`` with a reason in one line, without the key."""
         import httpx
 
         again = True
@@ -290,14 +278,16 @@ class _Batch:
             if response.is_success and len(body) <= LARGEST_ANSWER:
                 return self.read(body)
             again = response.status_code in RETRIED or response.status_code >= 500
-            wait_s = _retry_after(response.headers)
+            # Seconds; a date, the other form of the header, counts as none.
+            asked = response.headers.get("retry-after", "")
+            wait_s = float(asked) if re.fullmatch(r"\d+(\.\d+)?", asked) else 0.0
             reason = _refusal(response, body)
         except (asyncio.TimeoutError, httpx.TimeoutException):
             reason = f"no answer within {self._named('timeout_s')}"
         except httpx.TransportError as error:
             reason = f"{type(error).__name__}: {error}"
         except ValueError as error:
-            reason = one_line(error, 2 * WORDS)
+            reason = one_line(error, 600)
         # Readers and httpx quote a server's words, and those may repeat the key.
         reason = printable(self._without_key(reason.encode(errors="replace")).decode())
         if wait_s and time.monotonic() + wait_s > self.ends_at:
@@ -339,9 +329,7 @@ def _refusal(response: httpx.Response, body: bytes) -> str:
     # A redirect could send images and key to another server.
     if response.has_redirect_location:
         return f"{answer}, a redirect to another address, which is not followed; give the address of the server itself"
-    words = printable(body[: 2**16].decode(errors="replace"))
-    if len(words) > WORDS:
-        words = f"{words[:WORDS]}..."
+    words = shortened(printable(body[: 2**16].decode(errors="replace")))
     return f"{answer}: {words}" if words else answer
 
 
@@ -354,22 +342,8 @@ def _pause(state: tenacity.RetryCallState) -> float:
     return wanted + pause * 0.1 if wanted else pause
 
 
-def _retry_after(headers: httpx.Headers) -> float:
-    """Seconds of the header ``retry-after``, which gives them or a date; 0 for anything else."""
-    text = headers.get("retry-after", "")
-    with suppress(ValueError, TypeError, OverflowError):
-        if re.fullmatch(r"\d+(\.\d+)?", text):
-            return float(text)
-        return max(parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
-    return 0.0
-
-
 def parse_json(body: bytes) -> Any:
-    """The value of a JSON text that came over the wire.
-
-    Raises:
-        ValueError: it is not JSON, holds NaN or infinity, or is nested too deeply.
-    """
+    """The value of a JSON text; ``ValueError`` where it is none, holds NaN or infinity, or is nested too deeply."""
     try:
         # Python would read NaN and Infinity, which are not JSON and no scores.
         return json.loads(body, parse_constant=_refuse_constant)

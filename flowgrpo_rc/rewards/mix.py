@@ -128,15 +128,17 @@ class RewardMix:
         """
         prompts = list(prompts)
         metadata = [{} for _ in prompts] if metadata is None else list(metadata)
-        _check_batch(images, prompts, metadata)
+        # Floats, or channels first, would be scored without an error, and wrongly.
+        if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3:
+            kind = f"{images.dtype} {images.shape}" if isinstance(images, np.ndarray) else type(images).__name__
+            raise ValueError(f"images must be a uint8 numpy array (N, H, W, 3) in RGB, got {kind}")
+        if not len(images) == len(prompts) == len(metadata):
+            counts = f"{len(images)}, {len(prompts)} and {len(metadata)}"
+            raise ValueError(f"images, prompts and metadata must be equally many, got {counts}")
         return self.combine({name: self.score(name, images, prompts, metadata) for name in self.functions}, prompts)
 
     def combine(self, scored: Mapping[str, Scores], prompts: Sequence[str]) -> RewardResult:
-        """The weighted sum of the scores of every function.
-
-        Raises:
-            RewardError: it is too large for float32.
-        """
+        """The weighted sum of the scores of every function; ``RewardError`` where it is too large for float32."""
         total = np.zeros(len(prompts), dtype=np.float64)
         for name, (scores, _) in scored.items():
             # In float64, so that large terms may cancel.
@@ -157,8 +159,7 @@ class RewardMix:
         return RewardResult(total=total.astype(np.float32), parts=parts, info=info)
 
     def close(self) -> None:
-        """End the worker processes of built-in rewards and the server of the reward model; once is enough. The
-        functions that need them cannot be called any more."""
+        """End the worker processes of built-in rewards and the server of the reward model; once is enough."""
         # All of them, even where one fails.
         with ExitStack() as ended:
             if self.server is not None:
@@ -170,11 +171,7 @@ class RewardMix:
     def score(
         self, name: str, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
     ) -> Scores:
-        """One function's checked scores, (N,) float32, and its info; arguments as for a call of the mix.
-
-        Raises:
-            RewardError: the function failed, took too long, or its answer is unfit.
-        """
+        """One function's checked scores, (N,) float32, and its info; arguments and errors as for a call of the mix."""
         # A copy that is read-only: torch.from_numpy ignores the flag, and would write into the others' images.
         own = images.copy()
         own.flags.writeable = False
@@ -245,13 +242,10 @@ def build_reward(config: RewardConfig | None = None) -> RewardMix:
 
 
 def build_observers(config: RewardConfig, server: RewardModelServer | None = None) -> RewardMix | None:
-    """The scorers of ``reward.val_functions``, with weight 0; None where there are none.
+    """The scorers of ``reward.val_functions``, with weight 0; None where there are none. Errors as ``build_reward``.
 
     Args:
         server: that of the reward model, where the rewards of the training have started one.
-
-    Raises:
-        ValueError, ImportError: see ``build_reward``.
     """
     named = config.observers()
     return _built(named, dict.fromkeys(named, 0.0), config, server) if named else None
@@ -295,14 +289,3 @@ def _file_of(function: RewardFunction) -> str | None:
     # Of an object: the file of its class.
     code = getattr(function, "__code__", None) or getattr(vars(type(function)).get("__call__"), "__code__", None)
     return None if code is None else code.co_filename
-
-
-def _check_batch(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> None:
-    # Floats, or channels first, would be scored without an error, and wrongly.
-    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3:
-        kind = f"{images.dtype} {images.shape}" if isinstance(images, np.ndarray) else type(images).__name__
-        raise ValueError(f"images must be a uint8 numpy array (N, H, W, 3) in RGB, got {kind}")
-    if not len(images) == len(prompts) == len(metadata):
-        raise ValueError(
-            f"images, prompts and metadata must be equally many, got {len(images)}, {len(prompts)} and {len(metadata)}"
-        )

@@ -174,10 +174,7 @@ class OCRReward:
     def check_prompts(
         self, prompts: Sequence[str], *, image_size: tuple[int, int] | None = None, sources: Places = None, **known: Any
     ) -> None:
-        """Raise ``ValueError``, with place and remedy, for a prompt that this reward cannot score.
-
-        Arguments as for ``RewardMix.check_prompts``.
-        """
+        """Raise ``ValueError`` for a prompt that this reward cannot score; arguments of ``RewardMix.check_prompts``."""
         # Only the recogniser alone has an input of fixed width; a target that it cannot emit would score 0 for ever.
         room = math.inf
         if image_size is not None and self.config.mode == "recognition":

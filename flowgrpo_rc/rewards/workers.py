@@ -15,8 +15,6 @@ from flowgrpo_rc.processes import ProcessLostError, RemoteError, RemoteObject
 from flowgrpo_rc.rewards.answer import Scores, joined
 from flowgrpo_rc.rewards.registry import load_builtin
 
-LIMIT_S = 1e6
-"""Longest time of a call in seconds; ``reward.timeout_s`` ends it earlier."""
 _RAISED_ALIKE = {"ImportError": ImportError, "ModuleNotFoundError": ImportError, "ValueError": ValueError}
 """Exceptions of a worker that callers handle by their class."""
 
@@ -41,9 +39,9 @@ class WorkerReward:
     def __init__(self, name: str, options: Any, count: int, streams: bool) -> None:
         self.streams = streams
         self._name = name
-        self._workers = [RemoteObject(f"{__name__}:Worker", name, options) for _ in range(count)]
+        self.workers = [RemoteObject(f"{__name__}:Worker", name, options) for _ in range(count)]
         # Also at the end of a program that never calls it.
-        self.close = weakref.finalize(self, _end, self._workers)
+        self.close = weakref.finalize(self, _end, self.workers)
         self._call("load", [()] * count)
 
     def __call__(
@@ -51,7 +49,7 @@ class WorkerReward:
     ) -> Scores:
         """The scores of all images and the info of them, in their order."""
         metadata = [{}] * len(prompts) if metadata is None else metadata
-        share = max(1, -(-len(images) // len(self._workers)))
+        share = max(1, -(-len(images) // len(self.workers)))
         # One share even without images: the answer has the reward's own type and keys.
         shares = [slice(start, start + share) for start in range(0, max(1, len(images)), share)]
         return joined(self._call("score", [(images[s], prompts[s], metadata[s]) for s in shares]))
@@ -60,22 +58,18 @@ class WorkerReward:
         """The reward's own check of prompts before training; see ``RewardMix.check_prompts``."""
         self._call("check_prompts", [(list(prompts), known)])
 
-    @property
-    def pids(self) -> list[int]:
-        """The processes."""
-        return [worker.pid for worker in self._workers]
-
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call each of the first workers with its arguments, all at the same time."""
 
         def call(worker: RemoteObject, own: tuple[Any, ...]) -> Any:
-            return worker.call(method, *own, limit_s=LIMIT_S, doing="scoring")
+            # ``reward.timeout_s`` is the limit that counts.
+            return worker.call(method, *own, limit_s=1e6, doing="scoring")
 
         # A thread waits for each answer; the work is done in the processes.
         try:
-            with ThreadPoolExecutor(len(self._workers)) as threads:
+            with ThreadPoolExecutor(len(self.workers)) as threads:
                 try:
-                    return list(threads.map(call, self._workers, arguments))
+                    return list(threads.map(call, self.workers, arguments))
                 except (KeyboardInterrupt, SystemExit):
                     # The threads wait for their processes, and leaving them waits for the threads.
                     self.close()
@@ -84,9 +78,8 @@ class WorkerReward:
             raise RuntimeError(f"a worker process of the reward {self._name!r} {error}") from error
         except RemoteError as error:
             # A missing package or a refused prompt is exit code 2, as without worker processes.
-            raised_alike = _RAISED_ALIKE.get(error.kind)
-            if raised_alike is not None:
-                raise raised_alike(str(error)) from error
+            if error.kind in _RAISED_ALIKE:
+                raise _RAISED_ALIKE[error.kind](str(error)) from error
             raise RuntimeError(f"{error.kind} in a worker process: {error}") from error
 
 

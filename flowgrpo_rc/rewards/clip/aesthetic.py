@@ -62,13 +62,9 @@ class Aesthetic(Scorer):
 
 
 def affine(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The linear layers ``layers.N.{weight,bias}`` as one map, since only dropout is between them.
+    """Weight (D,) and bias () in float64 of the linear layers ``layers.N.{weight,bias}`` as one map.
 
-    Returns:
-        Weight, one for each value of an embedding, and bias () in float64.
-
-    Raises:
-        ValueError: the layers do not follow on each other, or there is something else.
+    Only dropout is between them. Raises ``ValueError`` for tensors of other names or shapes.
     """
     numbers = sorted({int(match[1]) for name in state if (match := re.fullmatch(r"layers\.(\d+)\.weight", name))})
     expected = {f"layers.{number}.{part}" for number in numbers for part in ("weight", "bias")}
@@ -77,7 +73,6 @@ def affine(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             f"its tensors are {', '.join(sorted(state))[:200]}; expected layers.N.weight and layers.N.bias"
         )
     first = state[f"layers.{numbers[0]}.weight"].shape[-1]
-    # Without activations between them the layers are one linear map.
     weight = torch.eye(first, dtype=torch.float64)
     bias = torch.zeros(first, dtype=torch.float64)
     for number in numbers:

@@ -23,12 +23,7 @@ FILES = {"2.0": "HPS_v2_compressed.pt", "2.1": "HPS_v2.1_compressed.pt"}
 
 
 def find_checkpoint(section: str, path: str, version: str) -> Path | None:
-    """The checkpoint that ``path`` is or holds, or that of this name on the hub; None for a folder in transformers'
-    format.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The checkpoint that ``path`` is or holds, here or on the hub; None for a folder in transformers' format."""
     file = FILES[version]
     with explained(f"{section}.model_path", path, f"Give the file {file}, or a folder that holds it"):
         where = Path(located(path))
@@ -47,11 +42,7 @@ def find_checkpoint(section: str, path: str, version: str) -> Path | None:
 
 
 def load_checkpoint(section: str, file: Path, dtype: str) -> Any:
-    """The ``CLIPModel`` with the weights of an OpenCLIP checkpoint: frozen, in evaluation mode, on the CPU.
-
-    Raises:
-        ValueError: the file is no such checkpoint, a tensor is missing, or one is left over.
-    """
+    """The ``CLIPModel`` with the weights of an OpenCLIP checkpoint: frozen, in evaluation mode, on the CPU."""
     from accelerate import init_empty_weights
     from transformers import CLIPConfig, CLIPModel
 
@@ -72,15 +63,10 @@ def load_checkpoint(section: str, file: Path, dtype: str) -> Any:
 
 
 def padded_pixels(images: Sequence[np.ndarray], side: int) -> Tensor:
-    """HPSv2's preprocessing: the longest side becomes ``side`` pixels, and black bars fill the square.
+    """HPSv2's preprocessing: N images, each (H, W, 3) uint8 RGB, as (N, 3, side, side) float32.
 
-    Resized as torchvision resizes tensors since its version 0.17: bicubic and antialiased, in floating point.
-
-    Args:
-        images: N images, each (H, W, 3) uint8 RGB.
-
-    Returns:
-        (N, 3, side, side) float32.
+    The longest side becomes ``side`` pixels, and black bars fill the square. Resized as torchvision resizes tensors
+    since its version 0.17: bicubic and antialiased, in floating point.
     """
     from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
@@ -127,11 +113,7 @@ _LAYER = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+?)[._](weight
 
 
 def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of OpenCLIP as one of ``CLIPModel``.
-
-    Raises:
-        ValueError: a name is not one of an OpenCLIP with two transformers.
-    """
+    """The state dict of OpenCLIP as one of ``CLIPModel``; raises ``ValueError`` for a tensor of another name."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         match = _LAYER.fullmatch(name)
@@ -155,11 +137,7 @@ def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The arguments of ``CLIPConfig``, from the shapes of OpenCLIP's weights.
-
-    Raises:
-        KeyError: one of the weights is missing.
-    """
+    """The arguments of ``CLIPConfig``, from the shapes of OpenCLIP's weights; ``KeyError`` where one is missing."""
     patch = state["visual.conv1.weight"].shape[-1]
     patches = len(state["visual.positional_embedding"]) - 1
     projection = state["text_projection"].shape[1]

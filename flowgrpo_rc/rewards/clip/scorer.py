@@ -94,10 +94,9 @@ class Scorer:
         return network.requires_grad_(False).eval()
 
     def _load_pixels(self) -> Pixels:
-        """The preprocessing of the image processor.
+        """The preprocessing of the image processor, always by Pillow.
 
-        Always by Pillow: transformers would by itself resize with torchvision where that is installed, which changes
-        scores in the third digit.
+        transformers would resize with torchvision where that is installed, which changes scores in the third digit.
         """
         # ``transformers.AutoImageProcessor`` itself is a placeholder that refuses, unless torchvision is installed.
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -149,11 +148,9 @@ def unit(features: Any) -> Tensor:
 
 
 def find_device(section: str, name: str) -> torch.device:
-    """The device of the configuration's ``device``. Each process of a launch has the GPU of its local rank, modulo the
-    number of GPUs, as accelerate assigns them.
+    """The device of the configuration's ``device``; ``ValueError`` where there is no such GPU.
 
-    Raises:
-        ValueError: there is no such GPU.
+    Each process of a launch has the GPU of its local rank, modulo the number of GPUs, as accelerate assigns them.
     """
     # No call that would open a CUDA context on another process's GPU.
     count = torch.cuda.device_count()
@@ -169,11 +166,7 @@ def find_device(section: str, name: str) -> torch.device:
 
 
 def located(path: str) -> str:
-    """The folder or file that ``path`` names, with ``asset:`` and ``~`` resolved; a hub name stays as it is.
-
-    Raises:
-        FileNotFoundError: there is no such asset.
-    """
+    """The folder or file that ``path`` names, with ``asset:`` and ``~`` resolved; a hub name stays as it is."""
     return resolve_asset(os.path.expanduser(path))
 
 
@@ -181,9 +174,7 @@ def located(path: str) -> str:
 def explained(field: str, path: str, remedy: str, *, on_hub: bool = True) -> Iterator[None]:
     """Raise every error inside as a ``ValueError`` of one line with the field and the remedy; transformers is silent.
 
-    Args:
-        remedy: the last sentence of the message.
-        on_hub: the path may be a name on the hub.
+    The remedy is the last sentence; ``path`` may be a name on the hub where ``on_hub`` is true.
     """
     try:
         with quiet_loading("transformers"):

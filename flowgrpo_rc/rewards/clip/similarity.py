@@ -59,15 +59,10 @@ class SimilarityReward(Scorer):
     def check_prompts(
         self, prompts: Sequence[str], *, sources: Sequence[str], metadata: Rows = None, **known: Any
     ) -> None:
-        """Refuse rows of ``metadata`` without a reference, before training; see ``RewardMix.check_prompts``. Reads the
-        headers of files and not the pixels.
-
-        Raises:
-            ValueError: names the row and what is wrong.
-        """
+        """Raise ``ValueError`` for rows of ``metadata`` without a reference; see ``RewardMix.check_prompts``."""
         for row, where in zip(metadata or (), sources, strict=False):
             value = self._reference(row, where)
-            # The prompt reader has checked the images of its own column.
+            # The prompt reader has checked the images of its own column. Only headers of files are read here.
             if not isinstance(value, ReferenceImage):
                 _open(value, where)
 

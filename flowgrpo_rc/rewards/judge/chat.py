@@ -52,11 +52,7 @@ def body(
 
 
 def read_answer(text: bytes) -> Answer:
-    """The judge's answer in a server's.
-
-    Raises:
-        ValueError: this is no answer of ``/chat/completions``.
-    """
+    """The judge's answer in a server's; ``ValueError`` where that is none of ``/chat/completions``."""
     answer = parse_json(text)
     try:
         choice = answer["choices"][0]
@@ -86,11 +82,7 @@ def _first_tokens(choice: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def read_models(text: bytes) -> list[str]:
-    """The names of a server's models, from its answer to ``GET /models``.
-
-    Raises:
-        ValueError: this is no such answer.
-    """
+    """The names of a server's models, from its answer to ``GET /models``; ``ValueError`` for any other answer."""
     answer = parse_json(text)
     try:
         # Messages, logs and config.yaml repeat the names.

@@ -91,12 +91,7 @@ class JudgeQuestion(Section):
     def fill(self, prompt: str, row: Mapping[str, Any], where: str) -> tuple[str, str]:
         """The question about the image of one prompt, and the text that the image should show (empty if not needed).
 
-        Args:
-            row: the prompt's other columns.
-            where: the beginning of messages.
-
-        Raises:
-            ValueError: the prompt or its row of the prompt file lacks what the question needs.
+        Raises ``ValueError``, which begins with ``where``, for a prompt or row that lacks what the question needs.
         """
         target = target_text(prompt, row) if self.wants_target else ""
         if target is None:
@@ -117,20 +112,14 @@ class JudgeQuestion(Section):
 
 
 def target_text(prompt: str, row: Mapping[str, Any]) -> str | None:
-    """The text that an image should show: the row's ground truth if that is text, or the prompt's text in double
-    quotes. None without either."""
+    """The text that an image should show: the row's ground truth, or the prompt's text in double quotes, or None."""
     # Other data sets hold numbers or lists in the column, which no transcript is compared with.
     truth = ground_truth(row)
     return truth if isinstance(truth, str) and truth.strip() else quoted_target(prompt)
 
 
 def read_questions(questions: Any) -> list[JudgeQuestion]:
-    """The field ``questions``: one question or several, each as a section, a mapping of its keys or a parser's name.
-
-    Raises:
-        Problems: a question cannot be used.
-        ValueError: two questions have one name, or it is no list.
-    """
+    """The field ``questions``: one question or several, each as a section, a mapping of its keys or a parser's name."""
     if isinstance(questions, str | Mapping):
         questions = [questions]
     if not isinstance(questions, Sequence):

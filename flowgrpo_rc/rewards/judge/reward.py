@@ -105,11 +105,7 @@ class JudgeReward:
     def check_prompts(
         self, prompts: Sequence[str], *, sources: Places = None, metadata: Rows = None, **known: Any
     ) -> None:
-        """Refuse prompts that lack the target, columns or references of a question, before training.
-
-        Raises:
-            ValueError: names the prompt, its source and the missing part.
-        """
+        """Raise ``ValueError`` for a prompt that lacks the target, columns or references of a question."""
         rows = [{} for _ in prompts] if metadata is None else metadata
         for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             where = f"prompt {index}" if sources is None else sources[index]
@@ -118,11 +114,7 @@ class JudgeReward:
                 _references(question, row, where)
 
     def _served_model(self, tries: int) -> str:
-        """The name of the model that judges.
-
-        Raises:
-            ValueError: the server does not have the configured model, or has several and none is configured.
-        """
+        """The configured model, or the server's only one; ``ValueError`` where there is no such model."""
         request = Request(f"{self._url}/models", name="its models")
         (served,) = send_all([request], self.config, SECTION, chat.read_models, tries=tries)
         names = ", ".join(served[:9]) or "none"
@@ -218,11 +210,7 @@ def weighted_mean(table: np.ndarray, weights: Sequence[float], mean: str) -> np.
 
 
 def _references(question: JudgeQuestion, row: Mapping[str, Any], where: str) -> Sequence[Any]:
-    """The reference images that a question shows.
-
-    Raises:
-        ValueError: the question shows references and the row has none.
-    """
+    """The reference images that a question shows; ``ValueError`` where it shows some and the row has none."""
     if not question.references:
         return ()
     found = row.get(REFERENCES)

@@ -87,12 +87,8 @@ class RemoteReward:
         sources: Places = None,
         metadata: Rows = None,
     ) -> None:
-        """Refuse rows that the protocol cannot send, and have a grey image scored for the first prompt, so that a
-        server that is not there shows before training; see ``RewardMix.check_prompts``.
-
-        Raises:
-            ValueError: names the row; or the server did not give a score: names the field, the address and what it did.
-        """
+        """Raise ``ValueError`` for rows that the protocol cannot send, and where the server does not score a grey image
+        for the first prompt; see ``RewardMix.check_prompts``."""
         if metadata is not None:
             self._check_rows(metadata, sources or [f"prompt {index}" for index in range(len(metadata))])
         # Any size shows a missing server; the run's own also shows one that the server cannot take.

@@ -48,10 +48,6 @@ class ProtocolError(ValueError):
     """A request or an answer has another form than its protocol's."""
 
 
-class ServerRefusal(ProtocolError):
-    """The server answers that it could not score the images."""
-
-
 @dataclass(kw_only=True)
 class Request:
     """N images to score."""
@@ -105,10 +101,9 @@ class JsonProtocol:
         return self._write({"error": words})
 
     def read_answer(self, body: bytes) -> Answer:
-        """Raises ``ServerRefusal`` with the server's words."""
         content = _mapping("the answer", self._read(body))
         if "error" in content:
-            raise ServerRefusal(str(content["error"]))
+            raise ProtocolError(str(content["error"]))
         # A server without reports may send null.
         return _list(content, "scores"), _mapping("the answer's info", content.get("info") or {})
 
@@ -170,7 +165,6 @@ class FlowGrpoProtocol:
         return pickle.dumps(content, protocol=PICKLE)
 
     def read_answer(self, body: bytes) -> Answer:
-        """Raises ``ValueError``."""
         content = _mapping("the answer", pickles.loads(body))
         if "scores" not in content:
             return _list(content, "outputs"), {}
@@ -247,25 +241,25 @@ def _plain(value: Any) -> Any:
 
 
 def encode(image: np.ndarray, image_format: str, quality: int = 75) -> bytes:
-    """One image, (H, W, 3) uint8 RGB, as a file of a format of ``FORMATS``; ``quality`` is JPEG's, by default pillow's.
-
-    PNG is packed lightly: pillow's default takes four times as long.
-    """
+    """One image, (H, W, 3) uint8 RGB, as a file of a format of ``FORMATS``; ``quality`` is JPEG's."""
     buffer = io.BytesIO()
-    # Each format ignores the other's option.
+    # Each format ignores the other's option. Pillow's default level for PNG takes four times as long.
     Image.fromarray(image).save(buffer, format=image_format.upper(), quality=quality, compress_level=1)
     return buffer.getvalue()
 
 
 def decode(files: Sequence[bytes]) -> np.ndarray:
-    """Images of one size as (N, H, W, 3) uint8 RGB.
-
-    Raises:
-        ValueError: there is none, one is no PNG or JPEG, they differ in size, or hold more than ``MOST_PIXELS``.
-    """
+    """Images of one size, and of at most ``MOST_PIXELS``, as (N, H, W, 3) uint8 RGB; others raise ``ValueError``."""
     if not files:
         raise ValueError("there are no images; give one or more")
-    images = [_open(index, data) for index, data in enumerate(files)]
+    images = []
+    for index, data in enumerate(files):
+        try:
+            # Pillow's other formats have a larger surface for attacks, and nobody sends them.
+            images.append(Image.open(io.BytesIO(data), formats=[name.upper() for name in FORMATS]))
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            kind = type(error).__name__
+            raise ValueError(f"image {index} is no PNG or JPEG file that can be read ({kind})") from error
     sizes = {image.size for image in images}
     if len(sizes) > 1:
         found = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:4])
@@ -279,23 +273,11 @@ def decode(files: Sequence[bytes]) -> np.ndarray:
         )
     pixels = np.empty((len(images), height, width, 3), np.uint8)
     for index, image in enumerate(images):
-        pixels[index] = _pixels(index, image)
+        try:
+            # ``convert`` would copy an image that is RGB already.
+            pixels[index] = np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+        except (OSError, ValueError, SyntaxError) as error:
+            raise ValueError(f"image {index} is damaged ({error})") from error
         # Pillow keeps what it has decoded as long as the image.
         image.close()
     return pixels
-
-
-def _open(index: int, data: bytes) -> Image.Image:
-    try:
-        # Pillow's other formats have a larger surface for attacks, and nobody sends them.
-        return Image.open(io.BytesIO(data), formats=[name.upper() for name in FORMATS])
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"image {index} is no PNG or JPEG file that can be read ({type(error).__name__})") from error
-
-
-def _pixels(index: int, image: Image.Image) -> np.ndarray:
-    try:
-        # ``convert`` would copy an image that is RGB already.
-        return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
-    except (OSError, ValueError, SyntaxError) as error:
-        raise ValueError(f"image {index} is damaged ({error})") from error

@@ -181,11 +181,7 @@ class RewardServer:
         )
 
     async def _answer(self, request: HTTPRequest) -> tuple[int, bytes]:
-        """Number of images and body of the answer.
-
-        Raises:
-            _Refused: there is an error to answer instead.
-        """
+        """Number of images and body of the answer; raises ``_Refused`` where there is an error to answer instead."""
         try:
             # Before the body is received: it may be large, and the key wrong.
             self._check_headers(request)

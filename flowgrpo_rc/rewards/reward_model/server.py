@@ -74,9 +74,8 @@ class RewardModelServer:
             if self._process is not None and self._process.exit_code is not None:
                 raise self._failure(f"ended with exit code {self._process.exit_code} before it answered")
             if time.monotonic() > ends_at:
-                raise self._failure(
-                    f"did not answer within {SECTION}.start_timeout_s={self.config.start_timeout_s:g} s"
-                )
+                limit = f"{SECTION}.start_timeout_s={self.config.start_timeout_s:g} s"
+                raise self._failure(f"did not answer within {limit}")
             if self._process is not None and time.monotonic() > reported_at + PROGRESS_S:
                 reported_at = time.monotonic()
                 print(f"Reward model: vllm serve is starting: {_end_of(self._process, 1)}", file=sys.stderr)
@@ -88,9 +87,19 @@ class RewardModelServer:
             self._finalizer()
 
     def _start(self) -> str:
+        # The one beside this Python too: a virtual environment that is not activated is not on the PATH.
+        places = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+        program = shutil.which("vllm", path=os.pathsep.join(places))
+        if program is None:
+            raise ValueError(
+                f"{SECTION}.enable: true, but there is no program vllm on the PATH; install vllm here or in an "
+                "environment of its own whose vllm is on the PATH, or give the address of a server that runs: "
+                "reward.judge.base_url"
+            )
         # Another program may take the port before vllm does; vllm then ends, and its log shows why.
-        port = _free_port()
-        command = [_program(), *self.config.arguments(port)]
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        command = [program, *self.config.arguments(port)]
         print(f"Reward model: starting vllm serve {self.model} on port {port}", file=sys.stderr)
         self._process = ChildProcess(
             "flowgrpo_rc.processes:run_command", command, environment=_environment(self.config.devices)
@@ -145,25 +154,6 @@ def _end_of(process: ChildProcess, count: int) -> str:
     return " | ".join(lines[-count:])[-LOG_CHARACTERS:]
 
 
-def _program() -> str:
-    """The program ``vllm``: the first on the ``PATH``, or else the one beside this Python."""
-    # A virtual environment that is not activated is not on the PATH.
-    places = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
-    found = shutil.which("vllm", path=os.pathsep.join(places))
-    if found is None:
-        raise ValueError(
-            f"{SECTION}.enable: true, but there is no program vllm on the PATH; install vllm here or in an environment "
-            "of its own whose vllm is on the PATH, or give the address of a server that runs: reward.judge.base_url"
-        )
-    return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _environment(devices: list[int] | None) -> dict[str, str]:
     """The server's environment variables: ours without the launcher's, with the configured GPUs."""
     own = without_process_group(os.environ)
@@ -194,11 +184,7 @@ def _end(process: ChildProcess, owner: int, model: str) -> None:
 
 
 def wait_for_address(timeout_s: float) -> str:
-    """The address that the first process has written. One that a killed process left behind does not count.
-
-    Raises:
-        ValueError: there is none within ``timeout_s``.
-    """
+    """The address that the first process, which is alive, has written; ``ValueError`` after ``timeout_s``."""
     file = _address_file()
     ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:
