@@ -3,13 +3,23 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file
+from tolerances import of_metric
+
 from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolder
 
+ADAPTER = "pytorch_lora_weights.safetensors"
 BRIGHTNESS = Path(__file__).parent / "brightness_reward.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+"""Two processes of the module or script that follows."""
 
 SMALL_RUN = (
     "data.train_batch_size=4",
@@ -47,6 +57,45 @@ def untimed(rows):
 def rows_of(folder):
     """The untimed rows of a run folder's ``metrics.jsonl``."""
     return untimed(RunFolder(Path(folder)).rows())
+
+
+def assert_close_rows(found, expected, dimensions=512):
+    """Rows of a run with other kernels; ``dimensions`` are those of a latent."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            bound = of_metric(name, other, dimensions=dimensions, pixels=3072, steps=2)
+            assert one[name] == pytest.approx(value, rel=0, abs=bound), name
+
+
+def adapter_of(folder, name="lora"):
+    """The tensors of the adapter that a run has left in its folder."""
+    return load_file(Path(folder) / name / ADAPTER)
+
+
+def same(one, other):
+    """Whether two mappings hold the same tensors under the same names."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def names(folder, pattern="*"):
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+def before_step(trainer, step, do):
+    """Have ``do()`` called when the trainer has made so many steps and begins another."""
+    train_step = trainer.train_step
+
+    def watched():
+        if trainer.step == step:
+            do()
+        return train_step()
+
+    trainer.train_step = watched
+
+
+def power_cut():
+    raise ConnectionError("power cut")
 
 
 def overrides_of(folder, *overrides):
@@ -129,6 +178,12 @@ def resident_bytes(parameters):
 
     local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def wait_until(done, seconds=60.0):

@@ -25,16 +25,12 @@ from flowgrpo_rc.actor import OptimizerConfig
 made = DiffusionActorConfig(diffusion_loss={"clip_ratio": 1e-3, "loss_mode": "flow_dppo"}, optim={"lr": 2e-4})
 loss, optim = DiffusionLossConfig(clip_ratio=1e-3, loss_mode="flow_dppo"), OptimizerConfig(lr=2e-4)
 assert made == DiffusionActorConfig(diffusion_loss=loss, optim=optim), made
-for wrong, message in (
-    ({"clip": 0.1}, "actor.diffusion_loss: has no key clip; its keys are loss_mode, clip_ratio"),
-    ({"clip_ratio": 0.0}, "actor.diffusion_loss.clip_ratio: got 0.0"),
-):
-    try:
-        DiffusionActorConfig(diffusion_loss=wrong)
-    except ValueError as error:
-        assert message in str(error), error
-    else:
-        raise AssertionError(f"{wrong} was accepted")
+try:
+    DiffusionActorConfig(diffusion_loss={"clip": 0.1})
+except ValueError as error:
+    assert "actor.diffusion_loss: has no key clip; its keys are loss_mode, clip_ratio" in str(error), error
+else:
+    raise AssertionError("a key that does not exist was accepted")
 """
 
 
@@ -48,6 +44,7 @@ def test_sections_may_be_mappings():
     ("make", "message"),
     [
         (lambda: DiffusionActorConfig(ppo_epochs=0), "actor.ppo_epochs: got 0; give a number above 0"),
+        (lambda: DiffusionActorConfig(ppo_micro_batch_rows=0), "actor.ppo_micro_batch_rows: got 0; give .* or null"),
         (lambda: DiffusionActorConfig(kl_loss_coef=-1.0), "actor.kl_loss_coef: got -1.0; give 0 or more"),
         (lambda: DiffusionActorConfig(ema_decay=1.0), "actor.ema_decay: got 1.0; give a number between 0 and 1 or"),
         (lambda: DiffusionActorConfig(ema_decay=0.0), "actor.ema_decay: got 0.0"),

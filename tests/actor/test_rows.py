@@ -283,9 +283,6 @@ def test_the_graph_of_a_micro_batch_grows_by_the_row(rig):
     assert saved_bytes(rig, config()) == IMAGES * WINDOW * row
 
 
-def test_rows_are_a_number_of_at_least_one():
-    for value in (0, -1):
-        with pytest.raises(ValueError, match=r"actor.ppo_micro_batch_rows: got .*give a number above 0 or null"):
-            DiffusionActorConfig(ppo_micro_batch_rows=value)
+def test_the_number_of_rows_is_that_of_images_where_none_is_given():
     assert DiffusionActorConfig(ppo_micro_batch_size_per_gpu=4).micro_batch_rows(10) == 40
     assert DiffusionActorConfig(ppo_micro_batch_size_per_gpu=4, ppo_micro_batch_rows=3).micro_batch_rows(10) == 3

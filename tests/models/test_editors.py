@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def reference(width, height, seed=0):
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return as_reference(Image.fromarray(pixels), "train.jsonl:1")
+    return as_reference(Image.fromarray(pixels))
 
 
 @pytest.fixture(scope="module")

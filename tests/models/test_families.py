@@ -1,11 +1,10 @@
 """Every model family against diffusers' own pipeline: what it draws, how it is scored, and what becomes of its LoRA."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests_support import rows_of, same
 from tiny_families import PROMPTS, TINY, run_overrides
 from tiny_families.references import asked, pictures
 from tolerances import LATENT, LOG_PROB, guided
@@ -242,7 +241,7 @@ def test_diffusers_reloads_the_identical_image(name, model, folder, tmp_path, fu
     before = adapter_state(model.transformer)
     load_adapter_state(model.transformer, {key: torch.zeros_like(value) for key, value in before.items()})
     load_lora(model.transformer, tmp_path)
-    assert all(torch.equal(value, before[key]) for key, value in adapter_state(model.transformer).items())
+    assert same(adapter_state(model.transformer), before)
 
 
 def test_a_reader_that_knows_no_metadata_gets_the_whole_update(name, model, tmp_path):
@@ -276,11 +275,10 @@ def test_a_run_has_no_gap_and_moves_every_weight(name, folder, small_config, tmp
     family = TINY[name]
     trainer = FlowGRPOTrainer(small_config(*run_overrides(name, folder, tmp_path / "data")))
     before = adapter_state(trainer.run.actor.transformer)
-    metrics = trainer.fit().root / "metrics.jsonl"
+    steps = [row for row in rows_of(trainer.fit().root) if "reward/mean" in row]
     after = adapter_state(trainer.run.actor.transformer)
     still = {key for key, value in after.items() if torch.equal(value, before[key])}
     assert still == {key for key in after if key.split(".lora_")[0].endswith(family.idle)}
-    steps = [row for row in map(json.loads, metrics.read_text().splitlines()) if "reward/mean" in row]
     assert len(steps) == 2
     for row in steps:
         assert row["actor/log_ratio_abs_mean_first"] < LOG_PROB

@@ -2,8 +2,8 @@
 
 import json
 import re
+import shutil
 
-import numpy as np
 import pytest
 import torch
 from damage import edit_weights
@@ -24,11 +24,7 @@ def latents_of(model, count, generator=None):
 
 @pytest.fixture
 def pipeline_copy(tmp_path):
-    import shutil
-
-    folder = tmp_path / "model"
-    shutil.copytree(resolve_asset("asset:tiny_qwen_image"), folder)
-    return folder
+    return shutil.copytree(resolve_asset("asset:tiny_qwen_image"), tmp_path / "model")
 
 
 def test_float16_names_count_rows_and_a_wider_precision():
@@ -40,16 +36,6 @@ def test_float16_names_count_rows_and_a_wider_precision():
         model.decode(latents, SIZE, SIZE)
     assert re.search(r"actor_rollout_ref\.model\.dtype=float32 or bfloat16", str(caught.value))
     assert "\n" not in str(caught.value)
-
-
-def test_the_remedy_works(tiny_model):
-    """The same latents in float32 are images, and finite ones decode to what they did."""
-    latents = latents_of(tiny_model, 2)
-    alone = tiny_model.decode(latents[:1], SIZE, SIZE)
-    latents[1] = TOO_LARGE
-    images = tiny_model.decode(latents, SIZE, SIZE)
-    np.testing.assert_array_equal(images[:1].numpy(), alone.numpy())
-    assert images.shape == (2, SIZE, SIZE, 3)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -66,15 +66,6 @@ def test_one_frame_in_2d_equals_the_vae_own(tiny_model):
         assert_close(ours, original, atol=1e-4, rtol=1e-4)
 
 
-def test_each_distinct_prompt_is_encoded_once(tiny_model, monkeypatch):
-    asked = []
-    encode = tiny_model.encode
-    monkeypatch.setattr(tiny_model, "encode", lambda prompts, length: asked.extend(prompts) or encode(prompts, length))
-    first = PromptEncoder(tiny_model, 512)([PROMPTS[0], PROMPTS[1], PROMPTS[0]])
-    assert sorted(asked) == sorted(PROMPTS[:2])
-    assert_close(first.embeds[0], first.embeds[2], rtol=0, atol=0)
-
-
 @pytest.mark.portable
 def test_longer_prompts_pad_with_a_mask(tiny_model):
     """A padded short prompt gives the velocity that it gives alone."""

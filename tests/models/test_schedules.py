@@ -1,16 +1,14 @@
 """Noise levels and timesteps of every family are those of its own pipeline, whatever scheduler the checkpoint names."""
 
-import json
 from pkgutil import resolve_name
 
 import diffusers
 import pytest
 import torch
-from tiny_families import TINY, sana, wan
+from tiny_families import TINY, wan
 from tiny_families.references import pictures
 from torch.testing import assert_close
 
-from flowgrpo_rc.models import UnsupportedModelError, load_model
 from flowgrpo_rc.models.base import UnsupportedSchedulerError
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.models.wan import Wan
@@ -136,12 +134,3 @@ def test_a_scheduler_of_other_steps_is_refused(kind):
     pipe.scheduler = OTHER_STEPS[kind]()
     with pytest.raises(UnsupportedSchedulerError, match="its scheduler is a .*; a policy is made of"):
         Wan(pipe).schedule(4, 32, 32)
-
-
-@pytest.mark.parametrize("build", [wan.build, sana.build])
-def test_a_saved_solver_is_refused_by_what_its_file_says(build, tmp_path):
-    build().save_pretrained(tmp_path)
-    file = tmp_path / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_flow_sigmas": False}))
-    with pytest.raises(UnsupportedModelError, match=r"its scheduler is a (UniPC|DPMSolver)Multi.*; a policy is made"):
-        load_model(str(tmp_path))

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from tests_support import resident_bytes
-from tiny_families import PROMPTS, TINY
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
+from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.config import FSDPConfig
 from flowgrpo_rc.models.lora import adapter_parameters, attach_lora, base_parameters
 from flowgrpo_rc.models.sharding import check_sharding, shard_base
@@ -22,15 +21,6 @@ def four_processes(monkeypatch):
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
-def one_process(monkeypatch):
-    """This process alone, with collectives that act."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
@@ -59,42 +49,6 @@ def test_a_copy_is_divided_within_a_node_and_repeated_between(four_processes, ti
         layer = transformer.get_submodule(name.split(".lora_")[0])
         assert not isinstance(parameter, DTensor)
         assert tuple(parameter.shape) == ((4, layer.in_features) if "lora_A" in name else (layer.out_features, 4))
-
-
-def test_every_family_names_its_blocks(tiny_model, tiny_sd3_model):
-    """Whose weights are nearly all."""
-    for model in (tiny_model, tiny_sd3_model):
-        kinds = set(model.transformer._no_split_modules)
-        blocks = [m for m in model.transformer.modules() if type(m).__name__ in kinds]
-        within = sum(p.numel() for block in blocks for p in block.parameters())
-        assert within > 0.5 * sum(p.numel() for p in model.transformer.parameters())
-
-
-@pytest.mark.parametrize("name", [name for name, family in TINY.items() if not family.images])
-def test_a_divided_base_computes_the_same(one_process, name, folder_of_family):
-    """Velocity and gradients, whatever form the transformer's answer has."""
-    family = TINY[name]
-    size = family.sizes[0]
-    found = []
-    for shard in (False, True):
-        model = load_model(folder_of_family(name))
-        if shard:
-            shard_base(model.transformer, FSDPConfig(shard=True), CPU)
-        attach_lora(model.transformer, model, ModelConfig(lora_rank=4), dtype=torch.float32)
-        parameters = adapter_parameters(model.transformer)
-        generator = torch.Generator().manual_seed(0)
-        for parameter in parameters.values():
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
-        scale, embedded = family.guidances[0]
-        prompts = PromptEncoder(model, family.length)(PROMPTS)
-        latents = torch.randn(3, *model.latent_shape(*size), generator=generator)
-        conditioning = Conditioning(prompts, None, scale, embedded, *size)
-        velocity = model.velocity(model.transformer, latents, torch.full((3,), 500.0), conditioning)
-        velocity.square().sum().backward()
-        found.append({"velocity": velocity} | {key: p.grad for key, p in parameters.items() if p.grad is not None})
-    whole, divided = found
-    assert whole.keys() == divided.keys()
-    assert all(torch.equal(value, divided[key]) for key, value in whole.items())
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,7 @@ def main():
     torch.set_num_threads(1)
     load_model("asset:tiny_qwen_image")  # imports what a load needs, so that no fork has to
     chance = random.Random(seed)
-    places = [PLACES[i] for i in range(len(PLACES))]
-    plans = [("checkpoint", place) for place in places] + [("loading", None)] * 3
+    plans = [("checkpoint", place) for place in PLACES] + [("loading", None)] * 3
     plans = plans[: kills - training] + [("training", None)] * training
     chance.shuffle(plans)
     for kind, place in plans:

@@ -1,12 +1,10 @@
 """Batches drawn ahead: every number is that of `adapter_lag`, at whatever pace engines draw, and after a resume."""
 
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 from engines_elsewhere import Elsewhere
-from tests_support import overrides_of, run_process, untimed
+from tests_support import TORCHRUN, overrides_of, run_process, untimed
 
 from flowgrpo_rc.rollout import EngineLostError, RolloutError
 from flowgrpo_rc.run_folder import RunFolder
@@ -84,8 +82,7 @@ def test_two_trainer_processes_share_out_the_engines_of_their_machine(tmp_path):
     elsewhere = (f"{R}.ahead=1", f"{R}.placement=process", f"{R}.devices=[cpu,cpu]")
     found = []
     for name, settings in (("late", (f"{R}.adapter_lag=1",)), ("ahead", elsewhere)):
-        launch = (Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc_per_node", "2")
-        command = (*launch, "-m", "flowgrpo_rc.cli.main", "train", "--config-name", "tiny_qwen_image_ocr")
+        command = (*TORCHRUN, "-m", "flowgrpo_rc.cli.main", "demo")
         done = run_process(*command, *overrides_of(tmp_path / name, *settings))
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         found.append(untimed(RunFolder(tmp_path / name).rows()))
@@ -194,13 +191,3 @@ def test_a_resume_repeats_the_undisturbed_run(stops, settings, small_config, poo
     again = FlowGRPOTrainer(small_config(*parts, folder="parts"))
     assert again.step == stops[-1]
     assert trained(untimed(again.fit().rows())) == trained(whole)
-
-
-def test_each_batch_is_requested_once_and_none_beyond_the_last(small_config, pooled):
-    pooled()
-    trainer = FlowGRPOTrainer(small_config(*SETTINGS, f"{R}.ahead=4", "trainer.total_training_steps=2"))
-    asked = []
-    ask = trainer.rollouts.request
-    trainer.rollouts.request = lambda step: (asked.append(step), ask(step))[1]
-    trainer.fit()
-    assert asked == [0, 1]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
-from tests_support import SMALL_RUN, rows_of
+from tests_support import SMALL_RUN, adapter_of, before_step, last_of_each, power_cut, rows_of, same
 from tiny_families import flux
 
 from flowgrpo_rc.cli.compose import compose
@@ -52,7 +51,7 @@ def write_prompts(folder, sizes=((60, 40),) * 6, name="train.jsonl", seed=0, tex
 
 def settings(tmp_path, kontext, *overrides):
     (tmp_path / "likeness.py").write_text(REWARD)
-    given = [
+    return last_of_each(
         *SMALL_RUN,
         f"actor_rollout_ref.model.path={kontext}",
         f"actor_rollout_ref.model.prompt_store={tmp_path / 'store'}",
@@ -68,8 +67,7 @@ def settings(tmp_path, kontext, *overrides):
         "trainer.save_freq=1",
         "trainer.resume_mode=auto",
         *overrides,
-    ]
-    return [f"{key}={value}" for key, value in dict(override.split("=", 1) for override in given).items()]
+    )
 
 
 @pytest.fixture
@@ -93,24 +91,16 @@ def test_a_run_on_references_is_repeated_by_a_resumed_one(config, tmp_path):
     whole = FlowGRPOTrainer(config(folder="whole")).fit().root
     first = FlowGRPOTrainer(config(folder="parts"))
     assert first.run.encoding.prompts == 12  # with a negative prompt for each image
-    own = first.train_step
-
-    def end_after_one():
-        if first.step == 1:
-            raise ConnectionError("power cut")
-        return own()
-
-    first.train_step = end_after_one
+    before_step(first, 1, power_cut)
     with pytest.raises(ConnectionError):
         first.fit()
     second = FlowGRPOTrainer(config(folder="parts"))
     assert second.step == 1
     rows = rewards_of(second.fit().root)
     assert rows == rewards_of(whole)
-    files = [root / "lora" / "pytorch_lora_weights.safetensors" for root in (whole, second.folder.root)]
-    adapters = [load_file(file) for file in files]
-    assert all(torch.equal(value, adapters[1][name]) for name, value in adapters[0].items())
-    assert any(value.abs().max() > 0 for name, value in adapters[0].items() if "lora_B" in name)
+    adapter = adapter_of(whole)
+    assert same(adapter_of(second.folder.root), adapter)
+    assert any(value.abs().max() > 0 for name, value in adapter.items() if "lora_B" in name)
     # The reward is at most the reference's own brightness.
     brightest = max(np.asarray(record.images[0]).mean() / 255 for record in load_prompts(train))
     assert 0 < rows[-1]["reward/mean"] < brightest

@@ -9,17 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tests_support import overrides_of, rows_of, run_process
+from tests_support import TORCHRUN, adapter_of, assert_close_rows, overrides_of, rows_of, run_process, same
 from tiny_families import TINY, run_overrides
-from tolerances import of_metric
 
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.process
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-ADAPTER = Path("lora", "pytorch_lora_weights.safetensors")
 SHARD = "actor_rollout_ref.actor.fsdp_config.shard=true"
 
 
@@ -40,8 +36,7 @@ def runs(tmp_path_factory):
     for name, family in TINY.items():
         family.build().save_pretrained(folder / name / "model")
         run_overrides(name, str(folder / name / "model"), folder / name / "data")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = run_process(*TORCHRUN, __file__, folder, env=environment)
+    done = run_process(*TORCHRUN, __file__, folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -51,8 +46,7 @@ def test_sharded_equals_whole_to_the_bit(runs, name):
     whole, sharded = runs / name / "whole", runs / name / "sharded"
     assert len(rows_of(whole)) >= 2
     assert rows_of(whole) == rows_of(sharded)
-    for one, other in zip(load_file(whole / ADAPTER).values(), load_file(sharded / ADAPTER).values(), strict=True):
-        assert torch.equal(one, other)
+    assert same(adapter_of(whole), adapter_of(sharded))
 
 
 @pytest.mark.parametrize("name", list(TINY))
@@ -60,14 +54,7 @@ def test_two_processes_equal_one(runs, name, small_config):
     own = runs / name
     trainer = FlowGRPOTrainer(small_config(*run_overrides(name, str(own / "model"), own / "data")))
     dimensions = torch.Size(trainer.run.model.latent_shape(32, 32)).numel()
-    alone = rows_of(trainer.fit().root)
-    together = rows_of(own / "whole")
-    assert len(alone) == len(together)
-    for a, b in zip(alone, together, strict=True):
-        assert a.keys() == b.keys()
-        for metric in a:
-            bound = of_metric(metric, a, dimensions=dimensions, pixels=3072, steps=2)
-            assert b[metric] == pytest.approx(a[metric], abs=bound), metric
+    assert_close_rows(rows_of(own / "whole"), rows_of(trainer.fit().root), dimensions)
 
 
 if __name__ == "__main__":

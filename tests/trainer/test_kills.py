@@ -1,6 +1,5 @@
 """``kill -9`` at random moments, and in the middle of checkpoints, costs no more than time."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,8 +32,7 @@ def kill_again_and_again(kills, training, overrides, seed=1):
     end."""
     script = Path(__file__).with_name("killed_runs.py")
     command = [sys.executable, str(script), str(kills), str(training), str(seed), *overrides]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, timeout=900, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, timeout=900, capture_output=True, text=True, check=False)
     told = [line for line in done.stdout.splitlines() if line.startswith("plan ")]
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert [line.split()[-3:] for line in told] == [["left", "0", "killed"]] * kills, told

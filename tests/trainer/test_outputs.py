@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tests_support import names
 from tiny_families.references import as_reference
 
 from flowgrpo_rc.report.history import History
@@ -99,18 +100,23 @@ def test_a_kill_between_the_moves_leaves_nothing_behind(tmp_path, monkeypatch, m
     assert not any((tmp_path / name).exists() for name in ("metrics.jsonl", "config.yaml", "summary.png", "lora"))
 
 
-def test_grids_are_in_the_order_of_their_steps(tmp_path):
+def test_grids_and_profiles_are_in_the_order_of_their_steps(tmp_path):
     """Also beyond the five digits of their names; what is not a step's grid is none."""
     folder = RunFolder(tmp_path)
     folder.samples.mkdir()
-    names = ("step_100000", "step_99999", "step_00000", "step_50000", "step_last", "step_²", "before_after")
-    for name in names:
+    pictures = ("step_100000", "step_99999", "step_00000", "step_50000", "step_last", "step_²", "before_after")
+    for name in pictures:
         (folder.samples / f"{name}.png").touch()
     assert list(folder.grids()) == [0, 50000, 99999, 100000]
     assert folder.grids()[100000].name == "step_100000.png"
-    folder.set_aside_after(50000)
+    folder.profile.mkdir()
+    for step in (1, 50001):
+        (folder.profile / f"step_{step:05d}.rank_0.txt").touch()
+    assert "1 file(s) of profiles of later steps to profile.1/" in folder.set_aside_after(50000)
+    assert names(folder.profile) == ["step_00001.rank_0.txt"]
+    assert names(tmp_path / "profile.1") == ["step_50001.rank_0.txt"]
     assert list(folder.grids()) == [0, 50000]
-    assert sorted(p.name for p in (tmp_path / "samples.1").iterdir()) == ["step_100000.png", "step_99999.png"]
+    assert names(tmp_path / "samples.1") == ["step_100000.png", "step_99999.png"]
     assert (folder.samples / "step_last.png").exists()
 
 
@@ -131,7 +137,7 @@ def test_a_folder_that_cannot_be_filled_leaves_the_earlier_one(tmp_path):
     assert (folder.lora / "adapter").read_text() == "first"
     assert folder.replace_folder(folder.lora, write("third"), same=lambda *_: True) == []
     assert folder.replace_folder(folder.lora, write("third"), same=lambda *_: False) == ["lora to lora.1"]
-    assert {path.name for path in tmp_path.iterdir()} == {"lora", "lora.1"}
+    assert names(tmp_path) == ["lora", "lora.1"]
 
 
 def test_fresh_folders_number_on(tmp_path):

@@ -3,12 +3,10 @@
 import json
 import os
 import re
-import socket
-import sys
 
 import pytest
 import torch
-from tests_support import overrides_of, run_process
+from tests_support import TORCHRUN, free_port, overrides_of, run_process
 
 from flowgrpo_rc.cli.errors import TRAINING, exit_code
 from flowgrpo_rc.trainer import FlowGRPOTrainer
@@ -23,12 +21,6 @@ ONE_EACH = (
     "data.val_max_samples=3",
 )
 """Uneven everywhere: one probed image and three of validation on two processes, and a call for each image sampled."""
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _count_calls(rank, folder, port):
@@ -140,14 +132,15 @@ def compute_score(images, prompts, metadata):
 def test_an_exception_of_one_process_ends_all_and_the_launcher_reports_it(small_config, tmp_path):
     """The run folder is as after a failure of a run of one process: it resumes."""
     (tmp_path / "judge.py").write_text(JUDGE)
-    settings = ("trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.val_before_train=false")
-    settings += ("trainer.resume_mode=auto",)
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        *("-m", "flowgrpo_rc.cli.main", "demo"),
-        *overrides_of(tmp_path / "run", *settings, f"reward.custom_reward_function.path={tmp_path / 'judge.py'}"),
-    ]
-    done = run_process(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    settings = (
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=1",
+        "trainer.val_before_train=false",
+        "trainer.resume_mode=auto",
+    )
+    reward = f"reward.custom_reward_function.path={tmp_path / 'judge.py'}"
+    overrides = overrides_of(tmp_path / "run", *settings, reward)
+    done = run_process(*TORCHRUN, "-m", "flowgrpo_rc.cli.main", "demo", *overrides)
     assert done.returncode == 1
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("[rank 1] error: ")]
     assert "the judge is out of reach" in error

@@ -5,7 +5,6 @@ import json
 import pytest
 from tests_support import untimed
 
-from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 STAGES = {"rollout", "probe", "reward", "score", "correct", "advantage", "update", "sync"}
@@ -26,14 +25,3 @@ def test_a_profiled_step_and_the_run_around_it(small_config, finished_run):
     assert "aten::" in table
     assert untimed(folder.rows()) == untimed(finished_run.rows())
     assert not finished_run.profile.exists()
-
-
-def test_profiles_of_later_steps_go_aside_with_their_rows(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.profile.mkdir()
-    for step in (1, 3, 12):
-        (folder.profile / f"step_{step:05d}.rank_0.txt").write_text("")
-    moved = folder.set_aside_after(2)
-    assert moved == ["2 file(s) of profiles of later steps to profile.1/"]
-    assert [path.name for path in folder.profile.iterdir()] == ["step_00001.rank_0.txt"]
-    assert len(list((tmp_path / "profile.1").iterdir())) == 2

@@ -3,53 +3,46 @@
 import pytest
 import torch
 from PIL import Image
-from tests_support import SMALL_RUN
 
-from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models import PipelineLoader
-from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
 
 pytestmark = pytest.mark.run
 R = "actor_rollout_ref.rollout"
 M = "actor_rollout_ref.model"
 
 
-def trainer_of(tmp_path, *overrides):
-    return FlowGRPOTrainer(
-        compose("tiny_qwen_image_ocr", [*SMALL_RUN, f"trainer.default_local_dir={tmp_path}/run", *overrides])
-    )
-
-
 @pytest.mark.parametrize("wanted", [None, "true", "false"])
-def test_checkpointing_follows_the_setting_and_is_announced(wanted, tmp_path, monkeypatch, capsys):
+def test_checkpointing_follows_the_setting_and_is_announced(wanted, small_config, monkeypatch, capsys):
     monkeypatch.setattr("flowgrpo_rc.models.config.CHECKPOINTING_FROM", 1_000_000)
-    trainer = trainer_of(tmp_path, *([] if wanted is None else [f"{M}.enable_gradient_checkpointing={wanted}"]))
+    settings = [] if wanted is None else [f"{M}.enable_gradient_checkpointing={wanted}"]
+    trainer = FlowGRPOTrainer(small_config(*settings))
     assert trainer.run.actor.recomputes == (wanted != "false")
     assert trainer.run.model.transformer.gradient_checkpointing == (wanted != "false")
     trainer._announce()
     assert ("Gradient checkpointing is on" in capsys.readouterr().out) == (wanted != "false")
 
 
-def test_windows_and_noise_have_the_seeds_that_are_given(tmp_path):
-    own = trainer_of(tmp_path / "a", f"{R}.seed=7", "trainer.seed=1")
-    same = trainer_of(tmp_path / "b", "trainer.seed=7")
+def test_windows_and_noise_have_the_seeds_that_are_given(small_config):
+    own = FlowGRPOTrainer(small_config(f"{R}.seed=7", "trainer.seed=1", folder="a"))
+    same = FlowGRPOTrainer(small_config("trainer.seed=7", folder="b"))
     groups = list(range(40))
     assert own.rollouts.window_starts(groups, 0) == same.rollouts.window_starts(groups, 0)
     assert len(set(own.rollouts.window_starts(groups, 0))) > 1
-    shared = trainer_of(tmp_path / "c", f"{R}.algo.sde_window_seed=3")
+    shared = FlowGRPOTrainer(small_config(f"{R}.algo.sde_window_seed=3", folder="c"))
     places = []
     for step in range(12):
         found = set(shared.rollouts.window_starts(groups, step))
         assert len(found) == 1
         places += found
     assert len(set(places)) > 1
-    other = trainer_of(tmp_path / "d", f"{R}.algo.sde_window_seed=3", "trainer.seed=9")
+    other = FlowGRPOTrainer(small_config(f"{R}.algo.sde_window_seed=3", "trainer.seed=9", folder="d"))
     assert other.rollouts.window_starts([0], 11) == [places[-1]]
 
 
-def test_validation_has_its_own_pipeline(tmp_path):
+def test_validation_has_its_own_pipeline(small_config):
     settings = ("height=64", "width=48", "max_sequence_length=4", "true_cfg_scale=2")
-    trainer = trainer_of(tmp_path, *(f"{R}.val_kwargs.pipeline.{setting}" for setting in settings))
+    trainer = FlowGRPOTrainer(small_config(*(f"{R}.val_kwargs.pipeline.{setting}" for setting in settings)))
     requests = []
     generate = trainer.generate
 
@@ -64,7 +57,7 @@ def test_validation_has_its_own_pipeline(tmp_path):
     assert (cond.height, cond.width, cond.true_cfg_scale) == (64, 48, 2.0)
     assert cond.prompts.embeds.shape[1] == 4
     assert cond.negative is not None
-    (grid,) = (tmp_path / "run" / "samples").glob("*.png")
+    (grid,) = trainer.folder.samples.glob("*.png")
     assert Image.open(grid).size[1] > 64
     prompts = trainer.run.train_prompts[:2]
     training = trainer.run.conditioning(prompts, trainer.config.actor_rollout_ref.rollout.pipeline)
@@ -72,8 +65,8 @@ def test_validation_has_its_own_pipeline(tmp_path):
     assert training.prompts.embeds.shape[1] > 4
 
 
-def test_lora_weights_and_moments_have_the_precision_that_is_given(tmp_path):
-    trainer = trainer_of(tmp_path, f"{M}.lora_dtype=bfloat16")
+def test_lora_weights_and_moments_have_the_precision_that_is_given(small_config):
+    trainer = FlowGRPOTrainer(small_config(f"{M}.lora_dtype=bfloat16"))
     metrics = trainer.train_step()
     actor = trainer.run.actor
     assert {parameter.dtype for parameter in actor._parameters} == {torch.bfloat16}
@@ -86,25 +79,34 @@ def test_lora_weights_and_moments_have_the_precision_that_is_given(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (
-            [f"{R}.pipeline.guidance_scale=4"],
-            "rollout.pipeline.guidance_scale: got 4.0 .*; it takes none; set it to null",
-        ),
+        ([f"{R}.pipeline.guidance_scale=4"], "pipeline.guidance_scale: got 4.0 .*; it takes none; set it to null"),
         ([f"{R}.val_kwargs.pipeline.guidance_scale=4"], "rollout.val_kwargs.pipeline.guidance_scale: got 4.0"),
         ([f"{M}.path=SD3", f"{R}.pipeline.guidance_scale=4.5"], r"guidance_scale=null and true_cfg_scale=4.5"),
-        (
-            [f"{R}.val_kwargs.pipeline.height=33"],
-            r"rollout.val_kwargs.pipeline.height=33, width=32: this model draws multiples of",
-        ),
-        (
-            [f"{R}.val_kwargs.pipeline.max_sequence_length=4000"],
-            r"val_kwargs.pipeline.max_sequence_length: got 4000; this model takes at most",
-        ),
+        ([f"{R}.val_kwargs.pipeline.height=33"], "val_kwargs.pipeline.height=33, width=32: this model draws multiples"),
+        ([f"{R}.val_kwargs.pipeline.max_sequence_length=4000"], "max_sequence_length: got 4000; this model takes at"),
     ],
 )
 def test_what_the_model_does_not_take_is_refused_before_weights_are_read(
-    overrides, says, tmp_path, tiny_sd3_path, monkeypatch
+    overrides, says, small_config, tiny_sd3_path, monkeypatch
 ):
     monkeypatch.setattr(PipelineLoader, "load", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(ValueError, match=says):
-        trainer_of(tmp_path, *(override.replace("SD3", tiny_sd3_path) for override in overrides))
+        FlowGRPOTrainer(small_config(*(override.replace("SD3", tiny_sd3_path) for override in overrides)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("trainer.rollout_data_dir=/dev/null/below", r"/dev/null/below cannot be written \(Not a directory\)"),
+        ("trainer.validation_data_dir=/dev/null/below", r"/dev/null/below cannot be written \(Not a directory\)"),
+        (f"{M}.attn_backend=_native_npu", "attn_backend: got _native_npu, .*install `torch_npu`"),
+        (f"{R}.rollout_attn_backend=_native_npu", "rollout_attn_backend: got _native_npu, .*install `torch_npu`"),
+        (f"{M}.lora_adapter_path=/dev/null", "lora_adapter_path: /dev/null is no folder"),
+        ("actor_rollout_ref.actor.fsdp_config.shard=true", "fsdp_config.shard: got true with one process, .*torchrun"),
+    ],
+)
+def test_what_cannot_work_here_is_refused_before_the_model_is_opened(setting, says, small_config, monkeypatch):
+    monkeypatch.setattr(setup, "open_checked", lambda *_, **__: pytest.fail("the model was opened"))
+    with pytest.raises(ValueError, match=says) as caught:
+        FlowGRPOTrainer(small_config("trainer.device=cpu", f"{R}.dtype=float32", setting))
+    assert setting.partition("=")[0] in str(caught.value)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests_support import same
 
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError, diffusers_engine
@@ -167,7 +168,3 @@ def test_validation_is_checked_too(small_config, monkeypatch, engine, settings, 
     config = small_config(*WINDOW, *settings)
     with pytest.raises(RolloutSyncError, match=message):
         FlowGRPOTrainer(config).fit()
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)

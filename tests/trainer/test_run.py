@@ -6,29 +6,34 @@ import os
 import resource
 import shutil
 import signal
-import sys
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from tests_support import overrides_of, rows_of, run_process
-from tolerances import RATIO, adam, of_metric
+from tests_support import (
+    ADAPTER,
+    TORCHRUN,
+    adapter_of,
+    assert_close_rows,
+    before_step,
+    names,
+    overrides_of,
+    power_cut,
+    rows_of,
+    run_process,
+    same,
+)
+from tolerances import adam
 
 from flowgrpo_rc.models import load_model
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.run_folder import RunFolderError
 from flowgrpo_rc.run_lock import RunFolderInUseError
-from flowgrpo_rc.trainer import CheckpointError, FlowGRPOTrainer, checkpoint, outputs, setup
+from flowgrpo_rc.trainer import FlowGRPOTrainer, checkpoint, outputs, setup
 from flowgrpo_rc.trainer import trainer as trainer_module
 
 pytestmark = pytest.mark.run
-ADAPTER = "pytorch_lora_weights.safetensors"
-
-
-def adapter_of(folder):
-    return load_file(folder / "lora" / ADAPTER)
 
 
 def file_name(name):
@@ -48,7 +53,7 @@ def test_same_seed_same_run(small_config):
     again = FlowGRPOTrainer(small_config(folder="b")).fit()
     other = FlowGRPOTrainer(small_config("trainer.seed=7", folder="c")).fit()
     assert rows_of(first.root) == rows_of(again.root)
-    assert all(torch.equal(v, adapter_of(again.root)[k]) for k, v in adapter_of(first.root).items())
+    assert same(adapter_of(again.root), adapter_of(first.root))
     assert rows_of(first.root) != rows_of(other.root)
 
 
@@ -99,27 +104,24 @@ def test_final_lora_draws_the_actors_image_in_plain_diffusers(small_config):
 
 
 def test_resumed_run_equals_an_uninterrupted_one(small_config):
-    """Six steps in one go, and three, stop, three."""
-    whole = FlowGRPOTrainer(small_config("trainer.total_training_steps=6", folder="whole")).fit().root
-    auto = ("trainer.resume_mode=auto", "trainer.save_freq=3")
-    first = FlowGRPOTrainer(small_config("trainer.total_training_steps=6", *auto, folder="parts"))
-    original = first.train_step
-
-    def stop_after_four():
-        if first.step == 4:
-            raise ConnectionError("power cut")
-        return original()
-
-    first.train_step = stop_after_four
+    """Six steps in one go, and three, stop, three; the average of the adapter too, with the decay that is given now."""
+    settings = ("trainer.total_training_steps=6", "trainer.test_freq=2", "actor_rollout_ref.actor.ema_decay=0.9")
+    whole = FlowGRPOTrainer(small_config(*settings, folder="whole")).fit().root
+    auto = (*settings, "trainer.resume_mode=auto", "trainer.save_freq=3")
+    first = FlowGRPOTrainer(small_config(*auto, folder="parts"))
+    before_step(first, 4, power_cut)
     with pytest.raises(ConnectionError):
         first.fit()
     assert [r["step"] for r in rows_of(first.folder.root)] == [0, 1, 2, 3, 4]
-    second = FlowGRPOTrainer(small_config("trainer.total_training_steps=6", *auto, folder="parts"))
+    second = FlowGRPOTrainer(small_config(*auto, folder="parts"))
     assert second.step == 3
     resumed = second.fit().root
-    strip = [{k: v for k, v in r.items() if not k.startswith("val/")} for r in rows_of(whole)]
-    assert [{k: v for k, v in r.items() if not k.startswith("val/")} for r in rows_of(resumed)] == strip
-    assert all(torch.equal(v, adapter_of(resumed)[k]) for k, v in adapter_of(whole).items())
+    assert rows_of(resumed) == rows_of(whole)
+    for name in ("lora", "lora_ema"):
+        assert same(adapter_of(resumed, name), adapter_of(whole, name))
+    other = small_config(*auto, "actor_rollout_ref.actor.ema_decay=0.25", folder="parts")
+    average = FlowGRPOTrainer(other).run.actor.average
+    assert (average.decay, average.optimization_step) == (0.25, 12)
 
 
 @pytest.mark.portable
@@ -135,22 +137,13 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path, decoupled)
     trainer = FlowGRPOTrainer(small_config(*settings, folder="one"))
     start = {file_name(n): v.clone() for n, v in adapter_state(trainer.run.actor.transformer).items()}
     one = trainer.fit().root
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        *("-m", "flowgrpo_rc.cli.main", "demo"),
-        *overrides_of(tmp_path / "two", *settings),
-    ]
-    done = run_process(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = (*TORCHRUN, "-m", "flowgrpo_rc.cli.main", "demo")
+    done = run_process(*command, *overrides_of(tmp_path / "two", *settings))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "on 2 process(es)" in " ".join(done.stdout.split())
     single, double = rows_of(one), rows_of(tmp_path / "two")
-    assert [r["step"] for r in single] == [r["step"] for r in double]
     assert (0.1 < single[-1]["actor/kept_fraction"] < 0.9) is decoupled
-    for a, b in zip(single, double, strict=True):
-        assert a.keys() == b.keys()
-        for name in a:
-            bound = of_metric(name, a, dimensions=512, pixels=3072, steps=2)
-            assert b[name] == pytest.approx(a[name], rel=0, abs=bound), name
+    assert_close_rows(double, single)
     learned = adapter_of(one)
     update, apart = distance(start, learned), distance(adapter_of(tmp_path / "two"), learned)
     assert update > 1e-3
@@ -161,47 +154,13 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path, decoupled)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopping_signal_ends_after_the_step_with_a_checkpoint(small_config, number):
     trainer = FlowGRPOTrainer(small_config("trainer.total_training_steps=50"))
-    original = trainer.train_step
-
-    def interrupted():
-        if trainer.step == 1:
-            os.kill(os.getpid(), number)
-        return original()
-
-    trainer.train_step = interrupted
+    before_step(trainer, 1, lambda: os.kill(os.getpid(), number))
     before = signal.getsignal(number)
     folder = trainer.fit().root
     assert trainer.interrupted
     assert [r["step"] for r in rows_of(folder)] == [0, 1, 2]
     assert (folder / "checkpoints" / "latest").read_text() == "step_2"
     assert signal.getsignal(number) == before
-
-
-def test_a_checkpoint_of_another_model_is_refused(small_config, finished_run):
-    path = f"trainer.resume_from_path={finished_run.checkpoints / 'step_1'}"
-    other = small_config("actor_rollout_ref.model.lora_rank=4", "trainer.resume_mode=resume_path", path)
-    with pytest.raises(CheckpointError, match="checkpoint of another model: lora rank is 8 there and 4 here"):
-        FlowGRPOTrainer(other)
-
-
-def test_a_run_stopped_before_its_first_step_is_validated_once(small_config, monkeypatch):
-    """What it was stopped in is made again, and stands in the record once."""
-
-    def stopped(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return validate(*arguments)
-
-    validate = trainer_module.validate
-    monkeypatch.setattr(trainer_module, "validate", stopped)
-    auto = small_config("trainer.resume_mode=auto", "trainer.total_training_steps=1")
-    folder = FlowGRPOTrainer(auto).fit().root
-    assert [row["step"] for row in rows_of(folder)] == [0]
-    first = rows_of(folder)
-    monkeypatch.setattr(trainer_module, "validate", validate)
-    FlowGRPOTrainer(auto).fit()
-    assert [row["step"] for row in rows_of(folder)] == [0, 1]
-    assert rows_of(folder)[0] == first[0]
-    assert len((folder / "metrics.1.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_failing_validation_leaves_the_row_of_its_step(small_config, monkeypatch, capsys):
@@ -253,19 +212,6 @@ def test_trackers_receive_the_metrics(small_config, monkeypatch):
     assert list((folder / "wandb").glob("offline-run-*"))
 
 
-@pytest.mark.parametrize(("mode", "bypass"), [("grpo_guard", "false"), ("flow_dppo", "true")])
-def test_objectives_that_compare_means_train_in_both_modes(small_config, mode, bypass):
-    """With float32 rollouts the engine's means are the actor's, so the first ratio is 1 in either mode."""
-    config = small_config(
-        f"actor_rollout_ref.actor.diffusion_loss.loss_mode={mode}",
-        f"algorithm.rollout_correction.bypass_mode={bypass}",
-        "actor_rollout_ref.rollout.dtype=float32",
-    )
-    row = FlowGRPOTrainer(config).fit().rows()[-1]
-    assert row["actor/ratio_deviation_first"] < RATIO
-    assert row["actor/grad_norm"] > 0
-
-
 def decoupled_runs(small_config, *overrides):
     """Rows, score calls and adapter of one decoupled run with ``score=auto`` and ``score=always``; how both started."""
     results = {}
@@ -310,11 +256,7 @@ def test_the_old_policy_is_free_for_the_first_mini_batch(small_config, settings,
     results = decoupled_runs(small_config, *settings)
     assert {score: results[score][1] for score in scored} == scored
     (auto, _, adapter), (always, _, expected), start = results["auto"], results["always"], results["start"]
-    for a, b in zip(auto, always, strict=True):
-        assert a.keys() == b.keys()
-        for name in a:
-            bound = of_metric(name, b, dimensions=512, pixels=3072, steps=2)
-            assert a[name] == pytest.approx(b[name], rel=0, abs=bound), name
+    assert_close_rows(auto, always)
     assert distance(adapter, expected) < adam() * distance(start, expected)
     if settings[-1:] == REJECTING[-1:]:
         assert 0.05 < auto[-1]["rollout_corr/rollout_rs_masked_fraction"] < 0.95
@@ -402,8 +344,7 @@ def test_going_back_leaves_nothing_of_the_other_branch(small_config):
     assert names(folder / "samples.1") == ["step_00002.png", "step_00003.png"]
     assert [json.loads(line)["step"] for line in (folder / "metrics.1.jsonl").read_text().splitlines()] == [2, 3]
     assert (folder / "plots.1" / "reward.png").is_file()
-    kept = load_file(folder / "lora.1" / "pytorch_lora_weights.safetensors")
-    assert all(torch.equal(kept[name], value) for name, value in adapter.items())
+    assert same(adapter_of(folder, "lora.1"), adapter)
     assert rows_of(trainer.fit().root) == before
     # config.yaml says otherwise where to resume from, and is moved aside for that
     assert "resume_mode: auto" in (folder / "config.2.yaml").read_text()
@@ -501,15 +442,12 @@ def test_a_full_disk_under_the_metrics_stops_with_what_was_kept(small_config, mo
     whole = FlowGRPOTrainer(small_config("trainer.total_training_steps=3", folder="whole")).fit().root
     settings = ("trainer.resume_mode=auto", "trainer.save_freq=1", "trainer.total_training_steps=3")
     trainer = FlowGRPOTrainer(small_config(*settings))
-    step = trainer.train_step
 
-    def until_the_disk_is_full():
-        if trainer.step == 2:
-            size = trainer.folder.metrics.stat().st_size
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
-        return step()
+    def fill_the_disk():
+        size = trainer.folder.metrics.stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
 
-    trainer.train_step = until_the_disk_is_full
+    before_step(trainer, 2, fill_the_disk)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     message = r"metrics.jsonl: the row of step 3 cannot be written: File too large.*Kept: .*checkpoints/step_2"
     try:
@@ -536,27 +474,6 @@ def test_a_tracker_that_fails_costs_a_line(small_config, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("error: tensorboard takes no more metrics ([Errno 28] No space left on device)") == 1
     assert [r["step"] for r in rows_of(folder)] == [0, 1, 2]
-
-
-def names(folder, pattern="*"):
-    return sorted(p.name for p in folder.glob(pattern))
-
-
-def test_non_finite_update_names_the_prompts(small_config):
-    from flowgrpo_rc.actor import NonFiniteUpdateError
-
-    trainer = FlowGRPOTrainer(small_config("data.shuffle=false"))
-    rollout = trainer._rollout
-
-    def broken(*args):
-        batch, images = rollout(*args)
-        batch["next_latents"][5] = torch.nan
-        return batch, images
-
-    trainer._rollout = broken
-    prompt = trainer.run.train_prompts[1].prompt
-    with pytest.raises(NonFiniteUpdateError, match=rf"step 1: .*rows \[5\].*their prompts: '{prompt}'"):
-        trainer.train_step()
 
 
 def test_an_engine_is_closed_where_what_comes_after_it_fails(small_config, monkeypatch):

@@ -11,9 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tests_support import overrides_of, resident_bytes, rows_of, run_process
-from tolerances import adam, of_metric
+from tests_support import (
+    TORCHRUN,
+    adapter_of,
+    assert_close_rows,
+    overrides_of,
+    resident_bytes,
+    rows_of,
+    run_process,
+    same,
+)
+from tolerances import adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowgrpo_rc.cli.compose import compose
@@ -22,8 +30,6 @@ from flowgrpo_rc.models.lora import base_parameters
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.process
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-ADAPTER = Path("lora", "pytorch_lora_weights.safetensors")
 MORTAL = """
 import os, pathlib, signal
 
@@ -105,13 +111,9 @@ def main(folder):
 def runs(tmp_path_factory):
     """The folder of the runs that ``main`` makes."""
     folder = tmp_path_factory.mktemp("sharded")
-    done = run_process(*TORCHRUN, __file__, folder, env=environment())
+    done = run_process(*TORCHRUN, __file__, folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
-
-
-def environment():
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 @pytest.mark.portable
@@ -121,8 +123,7 @@ def test_every_metric_equals_that_of_the_whole_model(runs, precision):
     whole, sharded = runs / f"{precision}_whole", runs / f"{precision}_sharded"
     assert len(rows_of(whole)) == 3
     assert rows_of(whole) == rows_of(sharded)
-    for one, other in zip(load_file(whole / ADAPTER).values(), load_file(sharded / ADAPTER).values(), strict=True):
-        assert torch.equal(one, other)
+    assert same(adapter_of(whole), adapter_of(sharded))
     resident = [json.loads((runs / f"found_{rank}.json").read_text())["resident"] for rank in range(2)]
     assert sum(one[sharded.name] for one in resident) == resident[0][whole.name]
     assert resident[0][sharded.name] == pytest.approx(resident[0][whole.name] / 2, rel=0.02)
@@ -148,19 +149,15 @@ def test_another_number_of_processes_and_a_killed_one_change_nothing(runs, small
     settings = (*RESUMED, SHARD, f"reward.custom_reward_function.path={reward}")
     command = [*TORCHRUN, "--max-restarts", "1", "-m", "flowgrpo_rc.cli.main", "demo"]
     # A store of the launcher's would still hold the addresses of the processes that were there before.
-    fresh_store = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    fresh_store = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = run_process(*command, *overrides_of(resumed, *settings), env=fresh_store, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "killed").exists()
     throughout, found = rows_of(runs / "throughout"), rows_of(resumed)
-    assert [row["step"] for row in found] == [row["step"] for row in throughout] == [1, 2, 3, 4]
-    for a, b in zip(throughout, found, strict=True):
-        assert a.keys() == b.keys()
-        for name in a:
-            # One process has other forwards than two, so that what is nothing but rounding is another number.
-            bound = of_metric(name, a, dimensions=512, pixels=3072, steps=2)
-            assert b[name] == pytest.approx(a[name], rel=0, abs=bound), name
-    ours, theirs = load_file(resumed / ADAPTER), load_file(runs / "throughout" / ADAPTER)
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    # One process has other forwards than two, so that what is nothing but rounding is another number.
+    assert_close_rows(found, throughout)
+    ours, theirs = adapter_of(resumed), adapter_of(runs / "throughout")
     # ``lora_B`` begins at zero, so that it is the update.
     update = math.sqrt(sum(float(theirs[name].norm()) ** 2 for name in theirs if "lora_B" in name))
     apart = math.sqrt(sum(float((ours[name] - theirs[name]).norm()) ** 2 for name in theirs))
@@ -185,15 +182,6 @@ def test_another_number_of_processes_and_a_killed_one_change_nothing(runs, small
 def test_what_cannot_be_sharded_is_refused(small_config, overrides, message):
     with pytest.raises(ValueError, match=message):
         small_config(*overrides)
-
-
-def test_one_process_cannot_shard(small_config, monkeypatch):
-    """Before the model is loaded."""
-    from flowgrpo_rc.trainer import setup
-
-    monkeypatch.setattr(setup, "open_checked", lambda *_: pytest.fail("the model was opened"))
-    with pytest.raises(ValueError, match=r"fsdp_config.shard: got true with one process, .*torchrun --nproc_per_node"):
-        FlowGRPOTrainer(small_config(SHARD, "actor_rollout_ref.rollout.dtype=float32"))
 
 
 if __name__ == "__main__":
