@@ -163,10 +163,7 @@ def _checked_entries(returned: str, key: Any, value: Any, count: int) -> list[An
         raise AnswerError(f"{where} with {len(entries)} entries for {count} images; give one entry for each image")
     is_part = key.startswith(PARTS)
     if is_part and not METRIC_NAME.fullmatch(key.removeprefix(PARTS)):
-        raise AnswerError(
-            f"{where}; what follows {PARTS} becomes part of a metric's name: give it the letters a to z, digits and "
-            "underscores"
-        )
+        raise AnswerError(f"{where}; what follows {PARTS} becomes part of a metric's name: use a to z, digits and _")
     for index, entry in enumerate(entries):
         if is_part:
             number: Any = None

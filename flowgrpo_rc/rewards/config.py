@@ -76,10 +76,7 @@ class CustomRewardConfig(Section):
         yield from complaints(self.function.check, within=self.section)
         yield from complaints(check_name, "name", self.name)
         if self.name in REWARD_NAMES:
-            yield (
-                f"name: {self.name!r} is the name of a built-in reward; rename your function, so that their metrics "
-                "can be told apart"
-            )
+            yield f"name: {self.name!r} is the name of a built-in reward; rename your function"
 
     @property
     def function(self) -> OwnFunction:
@@ -252,10 +249,7 @@ class RewardModelConfig(Section):
         """A server without a model, and arguments that the run gives itself."""
         # A model path without enable is fine: scripts switch the server off with one key.
         if self.enable and not (self.model_path and self.model_path.strip()):
-            yield (
-                "model_path: null, but reward.reward_model.enable=true; name the model, e.g. "
-                "reward.reward_model.model_path=Qwen/Qwen3-VL-8B-Instruct"
-            )
+            yield "model_path: null, but reward.reward_model.enable=true; name one, e.g. Qwen/Qwen3-VL-8B-Instruct"
         # vllm accepts underscores in place of hyphens.
         given = {argument.partition("=")[0].replace("_", "-") for argument in self.extra_args}
         for name, reason in REFUSED_ARGUMENTS.items():
@@ -395,10 +389,7 @@ class RewardConfig(Section):
             yield from complaints(check_name, where, name)
             # Its validation scores are logged under the same name.
             if name in weights:
-                yield (
-                    f"{where}: {name!r} is a reward of the training, whose validation is val/reward/{name} already; "
-                    "leave it out here"
-                )
+                yield f"{where}: {name!r} is a reward of the training, which validation scores too; leave it out here"
             if isinstance(entry, Mapping) and "path" in entry:
                 yield from complaints(of_entry, f"reward.{where}", entry, within=self.section)
             # An empty mapping, as true, is a built-in reward without options.

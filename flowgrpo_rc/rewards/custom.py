@@ -42,10 +42,8 @@ class OwnFunction:
         """Raise ``ValueError``, with field and remedy, for faults that show without loading the file."""
         # Before anything is loaded, so that a typing error costs no time.
         if not isinstance(self.path, str) or not os.path.isfile(os.path.expanduser(self.path)):
-            raise ValueError(
-                f"{self.section}.path: {self.path!r} is not a file; give the path of the Python file that defines "
-                f"{self.name!r}, or null for none"
-            )
+            wanted = f"the Python file that defines {self.name!r}, or null for none"
+            raise ValueError(f"{self.section}.path: {self.path!r} is not a file; give the path of {wanted}")
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"{self.section}.name: got {self.name!r}; give the name of a function in {self.path}")
 

@@ -201,10 +201,7 @@ def adapt(
     # verl's functions for texts have the same columns; called as a batch function they would fail at the first step.
     foreign = [parameter for parameter in declared if parameter in (*COLUMNS, "solution_str")]
     if foreign:
-        raise ValueError(
-            f"reward function {text} takes {', '.join(foreign)} but no {IMAGE}, so it is not one for images; "
-            f"write {FORMS}"
-        )
+        raise ValueError(f"reward function {text} takes {', '.join(foreign)} but no {IMAGE}, an image; write {FORMS}")
     if "only_strict" in required:
         given.setdefault("only_strict", True)
     # By name only where the images are spelled out: a function of **kwargs alone need not be a reward.

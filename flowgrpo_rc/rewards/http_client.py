@@ -121,10 +121,7 @@ def read_key(field_name: str, variable: str | None) -> str | None:
 
 def _check_key_name(field_name: str, name: str | None) -> None:
     if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(
-            f"{field_name}: give the name of an environment variable that holds the key, e.g. OPENAI_API_KEY, and not "
-            "the key itself"
-        )
+        raise ValueError(f"{field_name}: give the name of an environment variable that holds the key, not the key")
 
 
 class ServerError(AnswerError):

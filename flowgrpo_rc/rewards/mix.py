@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_rc.rewards.answer import PARTS, AnswerError, RewardError, Scores, brief_repr, read_answer
-from flowgrpo_rc.rewards.call_queue import CallQueue
 from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rewards.custom import OwnFunction, load_reward
 from flowgrpo_rc.rewards.forms import adapt
 from flowgrpo_rc.rewards.registry import Places, Rows, check_name, load_builtin
 from flowgrpo_rc.rewards.remote.client import RemoteReward
 from flowgrpo_rc.rewards.reward_model.server import RewardModelServer, start_server
+from flowgrpo_rc.rewards.scoring import CallQueue
 from flowgrpo_rc.rewards.user_code import UserCode
 
 RewardFunction = Callable[..., Any]
@@ -83,10 +83,8 @@ class RewardMix:
         server: RewardModelServer | None = None,
     ) -> None:
         if not functions or functions.keys() != weights.keys():
-            raise ValueError(
-                "functions and weights must name the same rewards, at least one: got "
-                f"{sorted(functions)} and {sorted(weights)}"
-            )
+            got = f"{sorted(functions)} and {sorted(weights)}"
+            raise ValueError(f"functions and weights must name the same rewards, at least one: got {got}")
         for name in functions:
             check_name("functions", name)
         self.functions = {name: adapt(function, name) for name, function in functions.items()}

@@ -16,7 +16,7 @@ REWARDS = {
     "clipscore": "flowgrpo_rc.rewards.clip.text_image:CLIPScore",
     "clip_cosine": "flowgrpo_rc.rewards.clip.text_image:CLIPCosine",
     "hpsv2": "flowgrpo_rc.rewards.clip.text_image:HPSv2",
-    "aesthetic": "flowgrpo_rc.rewards.clip.aesthetic:Aesthetic",
+    "aesthetic": "flowgrpo_rc.rewards.clip.text_image:Aesthetic",
     "clip_similarity": "flowgrpo_rc.rewards.clip.similarity:CLIPSimilarity",
     "dino_similarity": "flowgrpo_rc.rewards.clip.similarity:DINOSimilarity",
     "siglip_similarity": "flowgrpo_rc.rewards.clip.similarity:SigLIPSimilarity",
@@ -50,15 +50,10 @@ def check_name(field_name: str, name: str, taken: Collection[str | None] = ()) -
             f"give it a second name in its file (my_{name} = {name})"
         )
     if not METRIC_NAME.fullmatch(name):
-        raise ValueError(
-            f"{field_name}: got {name!r}, which becomes the metric reward/{name}; give your function a name of "
-            "the letters a to z, digits and underscores"
-        )
+        metric = f"which becomes the metric reward/{name}"
+        raise ValueError(f"{field_name}: got {name!r}, {metric}; use the letters a to z, digits and underscores")
     if name in taken:
-        raise ValueError(
-            f"{field_name}: another reward is called {name!r} too; rename this one, so that their metrics can be told "
-            "apart"
-        )
+        raise ValueError(f"{field_name}: another reward is called {name!r} too; rename this one")
 
 
 def load_builtin(name: str, options: Any = None, workers: int = 0) -> Any:

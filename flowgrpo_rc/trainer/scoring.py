@@ -15,7 +15,7 @@ from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.loss import group_advantages, normalised_sum
 from flowgrpo_rc.rewards import PartialScoring, RewardError, RewardMix, RewardResult
 from flowgrpo_rc.rewards.answer import PARTS
-from flowgrpo_rc.rewards.call_queue import AHEAD
+from flowgrpo_rc.rewards.scoring import AHEAD
 from flowgrpo_rc.rollout import RolloutSyncError
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 

@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from flowgrpo_rc.rewards.judge.chat import read_answer, read_models
 from flowgrpo_rc.rewards.judge.config import JudgeConfig, JudgeQuestion, target_text
-from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer
+from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer, read_answer, read_models
 from flowgrpo_rc.rewards.judge.reward import weighted_mean
 
 THREE = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"

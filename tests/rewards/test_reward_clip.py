@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 
 from flowgrpo_rc.rewards import AestheticConfig, ScorerConfig
-from flowgrpo_rc.rewards.clip.aesthetic import Aesthetic
-from flowgrpo_rc.rewards.clip.text_image import CLIPCosine, CLIPScore, PickScore
+from flowgrpo_rc.rewards.clip.text_image import Aesthetic, CLIPCosine, CLIPScore, PickScore
 
 EPS = np.finfo(np.float32).eps
 ROUNDING = 64 * EPS

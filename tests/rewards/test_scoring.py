@@ -16,8 +16,8 @@ from tests_support import untimed, wait_until
 
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.rewards import PartialScoring, RewardConfig, RewardError, RewardMix, build_reward
-from flowgrpo_rc.rewards.call_queue import NOW, THREAD_NAME, CallQueue
 from flowgrpo_rc.rewards.judge.reward import JudgeReward
+from flowgrpo_rc.rewards.scoring import NOW, THREAD_NAME, CallQueue
 from flowgrpo_rc.rollout import RolloutSyncError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.scoring import RolloutScoring

@@ -11,8 +11,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 SIZE = 256
 """Height and width in pixels."""
-NOISE = 60.0
-"""Standard deviation of the noise of ``damaged``, on the scale from 0 to 255."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +51,6 @@ def colours() -> list[Picture]:
         _scene(f"a picture of a {colour} umbrella", "umbrella", colour, partial(_umbrella, shade=shade))
         for colour, shade in shades.items()
     ]
-
-
-def damaged(images: np.ndarray) -> np.ndarray:
-    """The images (N, H, W, 3) under strong noise, the same in every run."""
-    noise = np.random.default_rng(0).normal(0, NOISE, images.shape)
-    return np.clip(np.rint(images + noise), 0, 255).astype(np.uint8)
-
-
-def twice_as_large(images: np.ndarray) -> np.ndarray:
-    """The images (N, H, W, 3) with every pixel repeated in both directions."""
-    return images.repeat(2, axis=1).repeat(2, axis=2)
 
 
 SETS = {"numbers": numbers, "scenes": scenes}

@@ -68,10 +68,8 @@ class JudgeQuestion(Section):
         if self.name is None:
             self.name = self.parser
         if not METRIC_NAME.fullmatch(self.name):
-            yield (
-                f"name: got {self.name!r}, which becomes the metric reward/judge/{self.name}; give a name of the "
-                "letters a to z, digits and underscores"
-            )
+            metric = f"which becomes the metric reward/judge/{self.name}"
+            yield f"name: got {self.name!r}, {metric}; use the letters a to z, digits and underscores"
 
     @property
     def words(self) -> str:
@@ -130,10 +128,7 @@ def read_questions(questions: Any) -> list[JudgeQuestion]:
     names = [one.name for one in read]
     twice = sorted({str(name) for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(
-            f"{', '.join(twice)} names two questions; give each a name of its own, since they are logged as "
-            "reward/judge/<name>"
-        )
+        raise ValueError(f"{', '.join(twice)} names two questions; give each a name of its own")
     return read
 
 

@@ -1,4 +1,4 @@
-"""Parsers of a judge's answers, each with its ready question: scores between 0 and 1.
+"""Answers of OpenAI's protocol, and their parsers, each with its ready question: scores between 0 and 1.
 
 An answer that cannot be read is an error, and never a 0. A 0 for an answer out of form, as other trainers give it,
 would teach the model to confuse the judge, or to avoid images that make it talkative.
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flowgrpo_rc.messages import printable
+from flowgrpo_rc.rewards.http_client import parse_json
 from flowgrpo_rc.rewards.ocr import text_similarity
 
 _NUMBER = r"([-+]?\d+(?:\.\d+)?)"
@@ -163,3 +165,43 @@ PARSERS: Mapping[str, Parser] = {
     ),
 }
 """The parsers by name. To add one, write its function and a line here."""
+
+
+def read_answer(text: bytes) -> Answer:
+    """The judge's answer in a server's; ``ValueError`` where that is none of ``/chat/completions``."""
+    answer = parse_json(text)
+    try:
+        choice = answer["choices"][0]
+        words = choice["message"]["content"]
+        complete = words is not None and choice.get("finish_reason") not in ("length", "content_filter")
+        # A model that thinks first may show it. If it never stops, all of its words are thoughts.
+        words = re.sub(r"^.*</think>", "", words or "", flags=re.DOTALL).strip()
+    except (KeyError, IndexError, TypeError):
+        raise ValueError(
+            f"answers with no text in choices[0].message.content: {text[:200].decode(errors='replace')!r}"
+        ) from None
+    tokens = None if choice.get("logprobs") is None else _first_tokens(choice)
+    return Answer(words, tokens, complete and not words.startswith("<think>"))
+
+
+def _first_tokens(choice: Mapping[str, Any]) -> list[tuple[str, float]]:
+    try:
+        top = choice["logprobs"]["content"][0]["top_logprobs"]
+        tokens = [(str(entry["token"]), float(entry["logprob"])) for entry in top]
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+        raise ValueError("answers with log-probabilities but no numbers in logprobs.content[0].top_logprobs") from None
+    for token, logprob in tokens:
+        # Rounding may carry the logarithm of 1 a little above 0.
+        if not -1e9 < logprob < 1e-3:
+            raise ValueError(f"answers with the log-probability {logprob:g} of the token {token[:40]!r}")
+    return tokens
+
+
+def read_models(text: bytes) -> list[str]:
+    """The names of a server's models, from its answer to ``GET /models``; ``ValueError`` for any other answer."""
+    answer = parse_json(text)
+    try:
+        # Messages, logs and config.yaml repeat the names.
+        return [printable(str(model["id"])) for model in answer["data"]]
+    except (KeyError, TypeError):
+        raise ValueError(f"answers with no list of models: {text[:200].decode(errors='replace')!r}") from None

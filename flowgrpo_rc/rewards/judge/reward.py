@@ -1,6 +1,8 @@
 """Reward ``judge``: questions to a vision language model about every image."""
 
+import base64
 import hashlib
+import json
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,14 +10,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rewards.answer import CAPTIONS, PARTS, brief_repr
 from flowgrpo_rc.rewards.http_client import Request, ServerError, send_all
-from flowgrpo_rc.rewards.judge import chat
 from flowgrpo_rc.rewards.judge.config import SECTION, JudgeConfig, JudgeQuestion
-from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer
+from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer, read_answer, read_models
 from flowgrpo_rc.rewards.registry import Places, Rows
+from flowgrpo_rc.rewards.remote.protocols import encode
 
 REFERENCES = "images"
 """The key of ``metadata`` that holds a prompt's reference images."""
@@ -26,13 +29,12 @@ _ENCODERS = 4
 
 
 class _Query(NamedTuple):
-    """One question about one image of a batch."""
+    """One question about one image, which is the last of the files."""
 
     question: JudgeQuestion
     words: str
     target: str
     files: tuple[bytes, ...]
-    """References, and the image last."""
     where: str
     """Sample, prompt and question, for messages."""
 
@@ -61,10 +63,7 @@ class JudgeReward:
                 "http://127.0.0.1:8000/v1, or have one started with reward.reward_model.enable=true"
             )
         if not self.config.questions:
-            raise ValueError(
-                f"{SECTION}.questions: none, so there is nothing to ask the judge; give a list, e.g. "
-                f"{SECTION}.questions=[yes_no]"
-            )
+            raise ValueError(f"{SECTION}.questions: none, so there is nothing to ask; give a list, e.g. [yes_no]")
         self._url = self.config.base_url.rstrip("/")
         self._cache: dict[Hashable, tuple[float, str]] = {}
         tries = min(_CHECK_TRIES, self.config.tries)
@@ -116,7 +115,7 @@ class JudgeReward:
     def _served_model(self, tries: int) -> str:
         """The configured model, or the server's only one; ``ValueError`` where there is no such model."""
         request = Request(f"{self._url}/models", name="its models")
-        (served,) = send_all([request], self.config, SECTION, chat.read_models, tries=tries)
+        (served,) = send_all([request], self.config, SECTION, read_models, tries=tries)
         names = ", ".join(served[:9]) or "none"
         wanted = self.config.model
         if wanted is None and len(served) == 1:
@@ -141,7 +140,7 @@ class JudgeReward:
         queries = []
         # Resizing and packing run in C, mostly without the interpreter's lock.
         with ThreadPoolExecutor(_ENCODERS) as pool:
-            files = list(pool.map(partial(chat.encode, config=self.config), images))
+            files = list(pool.map(self._encode, images))
         for index, (prompt, row, file) in enumerate(zip(prompts, rows, files, strict=True)):
             where = f"{sample} {index}, prompt {brief_repr(prompt)}"
             for question in self.config.questions:
@@ -151,7 +150,7 @@ class JudgeReward:
                     # Arrays have no hash; the rows keep them alive, so that no id is used twice.
                     key = reference if isinstance(reference, ReferenceImage) else id(reference)
                     if key not in encoded:
-                        encoded[key] = chat.encode(np.asarray(reference), self.config)
+                        encoded[key] = self._encode(np.asarray(reference))
                     shown.append(encoded[key])
                 queries.append(_Query(question, words, target, (*shown, file), f"{where}, question {question.name!r}"))
         return queries
@@ -172,7 +171,7 @@ class JudgeReward:
                 )
                 for key, query in pending.items()
             ]
-            answers = send_all(requests, self.config, SECTION, chat.read_answer, tries=tries, began_at=began_at)
+            answers = send_all(requests, self.config, SECTION, read_answer, tries=tries, began_at=began_at)
             unreadable = {}
             for (key, query), answer in zip(pending.items(), answers, strict=True):
                 try:
@@ -190,8 +189,40 @@ class JudgeReward:
             self._cache = known
         return [known[key] for key in keys]
 
+    def _encode(self, image: np.ndarray) -> bytes:
+        """An image (H, W, 3) uint8 as a file of the configured size and format."""
+        if self.config.image_size is not None:
+            picture = Image.fromarray(image)
+            factor = self.config.image_size / max(picture.size)
+            width, height = (max(1, round(side * factor)) for side in picture.size)
+            image = np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
+        return encode(image, self.config.image_format, quality=95)
+
     def _body(self, query: _Query, unreadable: str | None = None) -> bytes:
-        return chat.body(query.words, query.files, query.question, self.config, unreadable)
+        """A request; ``unreadable`` is the judge's first answer, where that cannot be read."""
+        config = self.config
+        kind = f"data:image/{config.image_format};base64"
+        urls = [f"{kind},{base64.b64encode(file).decode()}" for file in query.files]
+        # The images before the words, as in the examples of Qwen-VL.
+        content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        content.append({"type": "text", "text": query.words})
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        parser = query.question.parser
+        # The judge sees its own answer: a bare repetition would give the same one at temperature 0.
+        if unreadable is not None:
+            messages.append({"role": "assistant", "content": unreadable[:2000]})
+            messages.append({"role": "user", "content": PARSERS[parser].again})
+        one_token = parser == "yes_no"
+        # A probability needs no second token, and one token is the fastest answer.
+        max_tokens = query.question.max_tokens or (1 if one_token else config.max_tokens)
+        request = {"model": config.model, "temperature": config.temperature, "max_tokens": max_tokens}
+        # Not sent as null, which servers refuse.
+        if config.seed is not None:
+            request["seed"] = config.seed
+        if one_token:
+            # Servers give no more by default.
+            request |= {"logprobs": True, "top_logprobs": 20}
+        return json.dumps({**request, **config.extra_body, "messages": messages}).encode()
 
     def _key(self, query: _Query) -> bytes:
         """Digest of everything that a score depends on."""

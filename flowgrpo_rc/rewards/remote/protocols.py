@@ -86,10 +86,8 @@ class JsonProtocol:
         if not isinstance(metadata, list) or not all(isinstance(row, dict) for row in metadata):
             raise ProtocolError("metadata must be a list of objects, one for each image, or be left out")
         if not len(files) == len(prompts) == len(metadata):
-            raise ProtocolError(
-                f"there are {len(files)} images, {len(prompts)} prompts and {len(metadata)} rows of metadata; give "
-                "equally many"
-            )
+            counts = f"{len(files)} images, {len(prompts)} prompts and {len(metadata)} rows of metadata"
+            raise ProtocolError(f"there are {counts}; give equally many")
         rows = [_with_references(row, f"metadata[{index}]") for index, row in enumerate(metadata)]
         return Request(files=files, prompts=prompts, metadata=rows)
 
@@ -267,10 +265,8 @@ def decode(files: Sequence[bytes]) -> np.ndarray:
     # Known from the headers, before anything is decoded.
     width, height = images[0].size
     if len(images) * width * height > MOST_PIXELS:
-        raise ValueError(
-            f"{len(images)} images of {width} x {height} pixels are more than the {MOST_PIXELS} pixels that a request "
-            "may hold; give fewer at a time"
-        )
+        size = f"{len(images)} images of {width} x {height} pixels"
+        raise ValueError(f"{size} are more than the {MOST_PIXELS} that a request may hold; give fewer at a time")
     pixels = np.empty((len(images), height, width, 3), np.uint8)
     for index, image in enumerate(images):
         try:

@@ -136,15 +136,11 @@ def start_server(config: RewardConfig) -> RewardModelServer | None:
     own = [*config.own_functions(), *(name for name, function in config.observers().items() if function)]
     names = [*config.weights(), *config.observers()]
     if all(name in REWARDS and name != "judge" and name not in own for name in names):
-        raise ValueError(
-            f"{SECTION}.enable: true, but no reward asks a model; give the judge a weight (reward.functions.judge=1 "
-            "reward.judge.questions=[yes_no]), or leave it out"
-        )
+        judge = "reward.functions.judge=1 reward.judge.questions=[yes_no]"
+        raise ValueError(f"{SECTION}.enable: true, but no reward asks a model; leave it out, or give {judge}")
     if config.judge.base_url is not None:
-        raise ValueError(
-            f"reward.judge.base_url: got {config.judge.base_url}, but {SECTION}.enable=true starts a server for the "
-            "judge; leave one of them out"
-        )
+        url = config.judge.base_url
+        raise ValueError(f"reward.judge.base_url: got {url}, but {SECTION}.enable=true starts a server; leave one out")
     return RewardModelServer(config.reward_model)
 
 
