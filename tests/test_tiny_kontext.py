@@ -1,15 +1,12 @@
 """The shipped tiny editing model: what the page and the tests take for granted about it, and that its scripts work."""
 
-import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
-from tests_support import given_by, run_side_by_side
+from tests_support import adapter_of, built_twice, given_by, last_of_each, rows_of
 from tolerances import LATENT
 from torch.testing import assert_close
 
@@ -114,16 +111,13 @@ def test_the_example_script_trains(tmp_path):
         f"trainer.default_local_dir={tmp_path / 'run'}",
         f"actor_rollout_ref.model.prompt_store={tmp_path / 'store'}",
     )
-    settings = dict(override.split("=", 1) for override in (*overrides, *fewer))
-    config = compose("flowgrpo_trainer", [f"{key}={value}" for key, value in settings.items()])
-    root = FlowGRPOTrainer(config).fit().root
-    rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    root = FlowGRPOTrainer(compose("flowgrpo_trainer", last_of_each(*overrides, *fewer))).fit().root
+    rows = rows_of(root)
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
         assert row["reward/mean"] == pytest.approx(row["reward/ocr"] + row["reward/same_style"])
         assert row["reward/same_style"] > 0.3
-    adapter = load_file(root / "lora" / "pytorch_lora_weights.safetensors")
-    assert any(value.abs().max() > 0 for name, value in adapter.items() if "lora_B" in name)
+    assert any(value.abs().max() > 0 for name, value in adapter_of(root).items() if "lora_B" in name)
     with Image.open(root / "samples" / "step_00000.png") as grid:
         pixels = np.asarray(grid)
     reference = np.asarray(load_prompts(EDITS / "test.jsonl")[0].images[0])
@@ -132,15 +126,8 @@ def test_the_example_script_trains(tmp_path):
 
 @pytest.mark.slow
 def test_build_script_runs_and_repeats(tmp_path):
-    folders = [tmp_path / name for name in ("first", "second")]
     small = ("--pairs", "100", "--vae-steps", "3", "--flow-steps", "3", "--eval-seeds", "0")
-    script = EXAMPLES / "tiny_kontext" / "build_tiny_kontext.py"
-    run_side_by_side(*([sys.executable, script, "--output", folder / "model", *small] for folder in folders))
-    first, second = folders
-    weights = sorted(file.relative_to(first) for file in first.rglob("*.safetensors"))
-    assert len(weights) == 4
-    for file in weights:
-        assert (first / file).read_bytes() == (second / file).read_bytes(), file
+    first = built_twice(EXAMPLES / "tiny_kontext" / "build_tiny_kontext.py", tmp_path, *small, weights=4)
     written = sorted(file.relative_to(EDITS) for file in EDITS.rglob("*") if file.is_file())
     assert len(written) == 38
     for file in written:
@@ -149,4 +136,3 @@ def test_build_script_runs_and_repeats(tmp_path):
                 np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
         else:
             assert (first / "tiny_edit" / file).read_bytes() == (EDITS / file).read_bytes()
-    assert "Not measured." in (first / "model" / "README.md").read_text(encoding="utf-8")

@@ -144,6 +144,21 @@ def run_side_by_side(*commands):
             process.wait()
 
 
+def built_twice(script, folder, *arguments, weights):
+    """Build a model by its example's script, twice at the same time; both must give the same so many files of weights.
+
+    Returns the folder of the first, which is in its ``model``.
+    """
+    first, second = folders = [folder / name for name in ("first", "second")]
+    run_side_by_side(*([sys.executable, script, "--output", one / "model", *arguments] for one in folders))
+    files = [file.relative_to(first) for file in first.rglob("*.safetensors")]
+    assert len(files) == weights
+    for file in files:
+        assert (first / file).read_bytes() == (second / file).read_bytes(), file
+    assert "Not measured." in (first / "model" / "README.md").read_text(encoding="utf-8")
+    return first
+
+
 def descendants(pid):
     """Processes that this one has started, and theirs, by ``/proc``; none where there is no such folder."""
     parents = {}

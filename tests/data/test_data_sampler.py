@@ -26,22 +26,6 @@ def test_orders_are_those_of_pcg64_of_seed_and_epoch() -> None:
         assert np.concatenate(take(sampler, 2)).tolist() == expected.tolist()
 
 
-def test_every_epoch_visits_every_prompt_once() -> None:
-    sampler = PromptSampler(12, 4, seed=0)
-    orders = [np.concatenate(take(sampler, 3)).tolist() for _ in range(4)]
-    assert all(sorted(order) == list(range(12)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 4
-
-
-def test_epoch_counts_the_next_batch() -> None:
-    sampler = PromptSampler(4, 2)
-    epochs = []
-    for _ in range(5):
-        epochs.append(sampler.epoch)
-        next(sampler)
-    assert epochs == [0, 0, 1, 1, 2]
-
-
 @pytest.mark.parametrize("done", [0, 1, 3, 4, 5, 11])
 def test_resume_is_exact(done: int) -> None:
     """Batches per epoch: 3, so 3 sits on an epoch boundary."""
@@ -58,15 +42,6 @@ def test_resume_is_exact(done: int) -> None:
 def test_batch_larger_than_the_data_set_names_both() -> None:
     with pytest.raises(ValueError, match=r"data\.train_batch_size: got 9, but the data set holds 4 prompts"):
         PromptSampler(4, 9)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((4, 0), r"train_batch_size: got 0; it must be 1"), ((4, 2, -1), r"data\.seed: got -1; it must be 0")],
-)
-def test_numbers_out_of_range(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PromptSampler(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from flowgrpo_rc.models import Conditioning, PromptEncoder
 from flowgrpo_rc.models.aura_flow import AuraFlow
 from flowgrpo_rc.models.cogview4 import CogView4
-from flowgrpo_rc.models.lora import linear_layers
 from flowgrpo_rc.models.lumina2 import Lumina2
 from flowgrpo_rc.models.z_image import ZImage
 from flowgrpo_rc.prompt import Prompt
@@ -63,28 +62,6 @@ def test_the_tokens_that_are_kept_are_those_that_are_read(name, model):
     # Where a closing template stands behind the prompt, the cut is in it or before it.
     assert_close(cut[: len(all_read)][:kept], all_read[: len(cut)][:kept], atol=EMBEDDING, rtol=0)
     assert (changed[: len(cut)] - cut[: len(changed)]).abs().max() > 100 * EMBEDDING
-
-
-def test_one_block_is_compiled_for_all(model):
-    names = set(model.transformer._repeated_blocks)
-    blocks = [module for module in model.transformer.modules() if type(module).__name__ in names]
-    inside = {id(layer) for block in blocks for layer in linear_layers(block).values()}
-    targets = [
-        layer
-        for path, layer in linear_layers(model.transformer).items()
-        if path.endswith(tuple(f".{target}" for target in model.default_lora_targets))
-    ]
-    assert targets
-    assert all(id(layer) in inside for layer in targets)
-
-
-def test_z_image_with_a_dynamic_shift():
-    pipe = z_image.build(dynamic=True)
-    model = ZImage(pipe)
-    small, large = (model.schedule(5, side, side).sigmas for side in (32, 64))
-    pipe("a", height=64, width=64, num_inference_steps=5, output_type="latent", guidance_scale=0.0)
-    assert_close(large, pipe.scheduler.sigmas, atol=0, rtol=0)
-    assert (small[1:-1] < large[1:-1]).all()
 
 
 def test_z_images_longest_caption_and_largest_image_have_positions():

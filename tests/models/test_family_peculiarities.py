@@ -144,14 +144,6 @@ def test_two_transformers_that_take_turns_are_refused(tmp_path, entries, load):
     assert "\n" not in str(caught.value)
 
 
-def test_wan_2_2_is_told_the_noise_level_of_every_token():
-    for expands, shape in ((False, (3,)), (True, (3, 4))):
-        model = Wan(wan.build(expand_timesteps=expands))
-        latents, level, cond = state(model)
-        inputs = model._inputs(torch.float32, latents, level, cond)
-        assert inputs["timestep"].shape == shape
-
-
 def test_a_copy_in_bfloat16_is_what_diffusers_loads_in_it(tmp_path):
     """Norms and embeddings of time stay in float32, and positions are as exact as ever."""
     pipe = wan.build()

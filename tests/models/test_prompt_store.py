@@ -92,17 +92,6 @@ def test_what_was_added_is_read_back_bit_for_bit(tmp_path):
     assert store.nbytes(written) == (3 + 4 + 5) * 8 * 2 + (6 + 7) * 8 * 4 + 5 * 5 * 4
 
 
-def test_files_of_others_are_seen_after_a_refresh(tmp_path):
-    reader = PromptStore(tmp_path, ENCODER)
-    filled(tmp_path, rows(1))
-    assert ("prompt 0", 64) not in reader
-    reader.refresh()
-    assert ("prompt 0", 64) in reader
-    (tmp_path / "prompts-half.safetensors.writing").write_bytes(b"what a kill leaves")
-    reader.refresh()
-    assert reader.set_damaged_aside(rows(1)) == []
-
-
 def test_a_store_of_another_text_encoder_is_refused(tmp_path):
     filled(tmp_path, rows(1))
     with pytest.raises(PromptStoreError, match=f"{STORE}: {tmp_path} .* another text encoder") as caught:

@@ -1,7 +1,6 @@
 """What a transformer embeds of timestep and guidance in low precision; an actor in float32 can embed it too."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -106,5 +105,4 @@ def gap_of(small_config, overrides, dtype, timestep_dtype):
     """The mean absolute log ratio of a run's first step."""
     more = (f"actor_rollout_ref.rollout.dtype={dtype}", f"actor_rollout_ref.model.timestep_dtype={timestep_dtype}")
     run = FlowGRPOTrainer(small_config(*overrides, *more, folder=f"{dtype}_{timestep_dtype}")).fit()
-    rows = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
-    return next(row["rollout_sync/engine_gap_abs_mean"] for row in rows if "reward/mean" in row)
+    return next(row["rollout_sync/engine_gap_abs_mean"] for row in run.rows() if "reward/mean" in row)

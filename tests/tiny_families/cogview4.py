@@ -8,7 +8,8 @@ WIDTH = 32
 @parts.seeded
 def build():
     """Like CogView4."""
-    from diffusers import CogView4Pipeline, FlowMatchEulerDiscreteScheduler
+    from diffusers import CogView4Pipeline, CogView4Transformer2DModel, FlowMatchEulerDiscreteScheduler
+    from transformers import GlmConfig, GlmModel
 
     tokenizer = _tokenizer()
     return CogView4Pipeline(
@@ -16,41 +17,19 @@ def build():
             base_shift=0.25, max_shift=0.75, use_dynamic_shifting=True, time_shift_type="linear"
         ),
         vae=parts.vae(scaling_factor=1.0, shift_factor=0.0),
-        text_encoder=_text_encoder(tokenizer),
+        text_encoder=GlmModel(GlmConfig(**parts.text_sizes(WIDTH, tokenizer, intermediate_size=48))),
         tokenizer=tokenizer,
-        transformer=_transformer(),
-    )
-
-
-def _transformer():
-    from diffusers import CogView4Transformer2DModel
-
-    transformer = CogView4Transformer2DModel(
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        text_embed_dim=WIDTH,
-        time_embed_dim=32,
-        condition_dim=8,
-    )
-    return parts.louder(transformer, 1.5)
-
-
-def _text_encoder(tokenizer):
-    from transformers import GlmConfig, GlmModel
-
-    return GlmModel(
-        GlmConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=WIDTH,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        transformer=parts.louder(
+            CogView4Transformer2DModel(
+                num_layers=2,
+                attention_head_dim=16,
+                num_attention_heads=2,
+                text_embed_dim=WIDTH,
+                time_embed_dim=32,
+                condition_dim=8,
+            ),
+            1.5,
+        ),
     )
 
 

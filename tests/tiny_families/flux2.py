@@ -102,7 +102,7 @@ def _vae():
 def _qwen3(tokenizer):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=KLEIN_LAYERS, **_text_sizes(tokenizer)))
+    return Qwen3ForCausalLM(Qwen3Config(**_text_sizes(KLEIN_LAYERS, tokenizer)))
 
 
 def _mistral3(tokenizer):
@@ -111,29 +111,24 @@ def _mistral3(tokenizer):
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     return Mistral3ForConditionalGeneration(
         Mistral3Config(
-            text_config=MistralConfig(num_hidden_layers=DEV_LAYERS, **_text_sizes(tokenizer)),
+            text_config=MistralConfig(**_text_sizes(DEV_LAYERS, tokenizer)),
             vision_config=PixtralVisionConfig(image_size=32, patch_size=16, **vision),
             image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
         )
     )
 
 
-def _text_sizes(tokenizer):
-    return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": TEXT_WIDTH,
-        "intermediate_size": 16,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 1024,
-        # Larger than usual, so that the layers say different things.
-        "initializer_range": 0.3,
-        "tie_word_embeddings": True,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+def _text_sizes(layers, tokenizer):
+    return parts.text_sizes(
+        TEXT_WIDTH,
+        tokenizer,
+        num_hidden_layers=layers,
+        intermediate_size=16,
+        num_attention_heads=1,
+        max_position_embeddings=1024,
+        initializer_range=0.3,  # larger than usual, so that the layers say different things
+        tie_word_embeddings=True,
+    )
 
 
 def _dev_tokenizer():

@@ -10,43 +10,29 @@ WIDTH = 16
 @parts.seeded
 def build():
     """Like Lumina-Image 2.0."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline
+    from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
 
     tokenizer = _tokenizer()
     return Lumina2Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        vae=_vae(),
+        vae=parts.vae(block_out_channels=(8, 16, 16, 16)),  # 8 pixels a latent, which the pipeline takes for granted
         text_encoder=parts.gemma2(WIDTH, tokenizer, head_dim=8, query_pre_attn_scalar=8, sliding_window=64),
         tokenizer=tokenizer,
-        transformer=_transformer(),
+        transformer=parts.louder(
+            Lumina2Transformer2DModel(
+                hidden_size=24,
+                num_layers=2,
+                num_refiner_layers=1,
+                num_attention_heads=2,
+                num_kv_heads=1,
+                multiple_of=16,
+                axes_dim_rope=(4, 4, 4),
+                axes_lens=(128, 8, 8),
+                cap_feat_dim=WIDTH,
+            ),
+            1.5,
+        ),
     )
-
-
-def _vae():
-    """8 pixels a latent, which the pipeline takes for granted."""
-    blocks = 4
-    return parts.vae(
-        down_block_types=("DownEncoderBlock2D",) * blocks,
-        up_block_types=("UpDecoderBlock2D",) * blocks,
-        block_out_channels=(8, 16, 16, 16),
-    )
-
-
-def _transformer():
-    from diffusers import Lumina2Transformer2DModel
-
-    transformer = Lumina2Transformer2DModel(
-        hidden_size=24,
-        num_layers=2,
-        num_refiner_layers=1,
-        num_attention_heads=2,
-        num_kv_heads=1,
-        multiple_of=16,
-        axes_dim_rope=(4, 4, 4),
-        axes_lens=(128, 8, 8),
-        cap_feat_dim=WIDTH,
-    )
-    return parts.louder(transformer, 1.5)
 
 
 def _tokenizer():

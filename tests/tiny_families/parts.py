@@ -35,16 +35,16 @@ def call(prompts, negative, true_cfg_scale, guidance_scale, length):
     }
 
 
-def vae(latent_channels=16, **settings):
+def vae(latent_channels=16, block_out_channels=(8, 16, 16), **settings):
     """Untrained, so its last layer is scaled up: images then use the whole range of grey levels. 4 pixels a latent."""
     from diffusers import AutoencoderKL
 
-    blocks = 3
+    blocks = len(block_out_channels)
     found = AutoencoderKL(
         **{
             "down_block_types": ("DownEncoderBlock2D",) * blocks,
             "up_block_types": ("UpDecoderBlock2D",) * blocks,
-            "block_out_channels": (8, 16, 16),
+            "block_out_channels": block_out_channels,
             "layers_per_block": 1,
             "norm_num_groups": 4,
             "latent_channels": latent_channels,
@@ -59,14 +59,14 @@ def vae(latent_channels=16, **settings):
     return found
 
 
-def clip_tokenizer(tokens=CLIP_TOKENS):
-    """A token a character, and one a character that ends a word; prompts are cut to ``tokens``."""
+def clip_tokenizer():
+    """A token a character, and one a character that ends a word; prompts are cut to ``CLIP_TOKENS``."""
     from transformers import CLIPTokenizer
 
     characters = string.printable.strip()
     known = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
     vocab = {token: i for i, token in enumerate(known)}
-    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=tokens)
+    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=CLIP_TOKENS)
 
 
 def clip_config(width, tokenizer):
@@ -146,7 +146,12 @@ def gemma2(width, tokenizer, **settings):
     """A Gemma 2 without its head."""
     from transformers import Gemma2Config, Gemma2Model
 
-    sizes = {
+    return Gemma2Model(Gemma2Config(**text_sizes(width, tokenizer, **{"query_pre_attn_scalar": 16} | settings)))
+
+
+def text_sizes(width, tokenizer, **others):
+    """Of a decoder's configuration."""
+    return {
         "vocab_size": len(tokenizer),
         "hidden_size": width,
         "intermediate_size": 2 * width,
@@ -154,12 +159,11 @@ def gemma2(width, tokenizer, **settings):
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 16,
-        "query_pre_attn_scalar": 16,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
+        **others,
     }
-    return Gemma2Model(Gemma2Config(**sizes | settings))
 
 
 def louder(network, factor):

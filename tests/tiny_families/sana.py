@@ -6,7 +6,7 @@ GEMMA_WIDTH, CHANNELS = 32, 8
 
 
 @parts.seeded
-def build(*, out_channels=CHANNELS, shift=3.0):
+def build(*, out_channels=CHANNELS):
     """With the solver of released checkpoints. With twice as many ``out_channels`` it predicts a variance too."""
     import diffusers
 
@@ -28,7 +28,7 @@ def build(*, out_channels=CHANNELS, shift=3.0):
         ),
         # Of order 1, so that its steps are Euler's; the noise levels do not depend on it.
         scheduler=diffusers.DPMSolverMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift, solver_order=1
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, solver_order=1
         ),
     )
 

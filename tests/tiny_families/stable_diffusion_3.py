@@ -9,20 +9,33 @@ from tiny_families import parts
 
 CLIP_TOKENS = parts.CLIP_TOKENS
 T5_WIDTH = 48
-SIZE = {"height": 32, "width": 32}
 
 
 @parts.seeded
-def build(shift: float = 3.0, *, t5: bool = True, dynamic: bool = False, clip_tokens: int = CLIP_TOKENS):
+def build(*, t5: bool = True):
     """The pipeline; its weights depend on nothing but this code and torch's generator."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
     from transformers import CLIPTextModelWithProjection
 
-    clips = [parts.clip_tokenizer(clip_tokens) for _ in range(2)]
+    clips = [parts.clip_tokenizer() for _ in range(2)]
     t5_tokenizer = parts.t5_tokenizer() if t5 else None
     return StableDiffusion3Pipeline(
-        transformer=_transformer(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=shift, use_dynamic_shifting=dynamic),
+        transformer=SD3Transformer2DModel(
+            sample_size=32,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=3,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=T5_WIDTH,
+            caption_projection_dim=32,
+            pooled_projection_dim=16 + 24,
+            pos_embed_max_size=20,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=parts.vae(4, scaling_factor=1.5305, shift_factor=0.0609),
         text_encoder=CLIPTextModelWithProjection(parts.clip_config(16, clips[0])),
         tokenizer=clips[0],
@@ -37,23 +50,3 @@ def save(folder: Path, **settings) -> str:
     """Build it into ``folder``; returns the path as ``actor_rollout_ref.model.path`` takes it."""
     build(**settings).save_pretrained(folder)
     return str(folder)
-
-
-def _transformer():
-    from diffusers import SD3Transformer2DModel
-
-    return SD3Transformer2DModel(
-        sample_size=32,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=3,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=T5_WIDTH,
-        caption_projection_dim=32,
-        pooled_projection_dim=16 + 24,
-        pos_embed_max_size=20,
-        dual_attention_layers=(0,),
-        qk_norm="rms_norm",
-    )

@@ -6,7 +6,7 @@ T5_WIDTH, CHANNELS = 48, 4
 
 
 @parts.seeded
-def build(*, expand_timesteps=False, shift=3.0):
+def build(*, expand_timesteps=False):
     """Like Wan 2.1, with the solver of released checkpoints; with ``expand_timesteps`` like Wan 2.2 TI2V-5B."""
     import diffusers
 
@@ -19,7 +19,7 @@ def build(*, expand_timesteps=False, shift=3.0):
         scheduler=diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction",
             use_flow_sigmas=True,
-            flow_shift=shift,
+            flow_shift=3.0,
             solver_order=1,
             disable_corrector=list(range(8)),
         ),

@@ -12,15 +12,16 @@ CHAT_TEMPLATE = (
 
 
 @parts.seeded
-def build(*, dynamic=False):
+def build():
     """Like Z-Image and Z-Image-Turbo; the template makes captions on both sides of 32 tokens."""
     from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
+    from transformers import Qwen3Config, Qwen3Model
 
     tokenizer = parts.qwen_tokenizer(CHAT_TEMPLATE)
     return ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=dynamic),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=parts.vae(),
-        text_encoder=_text_encoder(tokenizer),
+        text_encoder=Qwen3Model(Qwen3Config(**parts.text_sizes(WIDTH, tokenizer, intermediate_size=48))),
         tokenizer=tokenizer,
         transformer=_transformer(),
     )
@@ -48,22 +49,3 @@ def _transformer():
     for token in (transformer.x_pad_token, transformer.cap_pad_token):
         torch.nn.init.normal_(token)
     return transformer
-
-
-def _text_encoder(tokenizer):
-    from transformers import Qwen3Config, Qwen3Model
-
-    return Qwen3Model(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=WIDTH,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
