@@ -94,6 +94,19 @@ def before_step(trainer, step, do):
     trainer.train_step = watched
 
 
+def recorded(owner, name):
+    """Have the calls of a method noted; gives the list of their arguments and results."""
+    method, calls = getattr(owner, name), []
+
+    def noting(*arguments, **more):
+        result = method(*arguments, **more)
+        calls.append((arguments, result))
+        return result
+
+    setattr(owner, name, noting)
+    return calls
+
+
 def power_cut():
     raise ConnectionError("power cut")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests_support import SMALL_RUN, adapter_of, before_step, last_of_each, power_cut, rows_of, same
+from tests_support import SMALL_RUN, adapter_of, before_step, last_of_each, power_cut, recorded, rows_of, same
 from tiny_families import flux
 
 from flowgrpo_rc.cli.compose import compose
@@ -116,7 +116,7 @@ def test_a_resume_with_other_references_is_refused(config, tmp_path):
     assert FlowGRPOTrainer(config()).step == 1
 
 
-def test_validation_draws_every_pair_of_text_and_image(config, tmp_path, monkeypatch):
+def test_validation_draws_every_pair_of_text_and_image(config, tmp_path):
     """Three rows of one text, two of them with the same image."""
     write_prompts(tmp_path)
     held_out = write_prompts(tmp_path, name="val.jsonl", sizes=((30, 20),) * 3, seed=7)
@@ -124,11 +124,9 @@ def test_validation_draws_every_pair_of_text_and_image(config, tmp_path, monkeyp
     held_out.write_text("\n".join(json.dumps(row | {"images": f"val.jsonl.{i}.png"}) for i in (0, 1, 0)))
     overrides = (f"data.val_files={held_out}", "actor_rollout_ref.rollout.val_kwargs.pipeline.reference_area=256")
     trainer = FlowGRPOTrainer(config(*overrides))
-    asked = []
-    generate = trainer.generate
-    monkeypatch.setattr(trainer, "generate", lambda request: asked.append(request) or generate(request))
+    requests = recorded(trainer, "generate")
     trainer._validate()
-    (request,) = asked
+    (((request,), _),) = requests
     assert request.prompt_index.tolist() == [0, 1, 0]
     references = request.conditioning.prompts.references
     # 256 pixels in the shape 3 to 2 are 19.6 x 13.1, in multiples of 8.

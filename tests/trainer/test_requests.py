@@ -3,6 +3,7 @@
 import pytest
 import torch
 from PIL import Image
+from tests_support import recorded
 
 from flowgrpo_rc.models import PipelineLoader
 from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
@@ -43,16 +44,9 @@ def test_windows_and_noise_have_the_seeds_that_are_given(small_config):
 def test_validation_has_its_own_pipeline(small_config):
     settings = ("height=64", "width=48", "max_sequence_length=4", "true_cfg_scale=2")
     trainer = FlowGRPOTrainer(small_config(*(f"{R}.val_kwargs.pipeline.{setting}" for setting in settings)))
-    requests = []
-    generate = trainer.generate
-
-    def watch(request):
-        requests.append(request)
-        return generate(request)
-
-    trainer.generate = watch
+    requests = recorded(trainer, "generate")
     trainer._validate()
-    (request,) = requests
+    (((request,), _),) = requests
     cond = request.conditioning
     assert (cond.height, cond.width, cond.true_cfg_scale) == (64, 48, 2.0)
     assert cond.prompts.embeds.shape[1] == 4

@@ -19,6 +19,7 @@ from tests_support import (
     names,
     overrides_of,
     power_cut,
+    recorded,
     rows_of,
     run_process,
     same,
@@ -223,12 +224,12 @@ def decoupled_runs(small_config, *overrides):
             *overrides,
             folder=f"{score}{len(overrides)}",
         )
-        trainer, images = FlowGRPOTrainer(config), []
+        trainer = FlowGRPOTrainer(config)
+        calls = recorded(trainer.run.actor, "score")
         start = {file_name(n): v.clone() for n, v in adapter_state(trainer.run.actor.transformer).items()}
-        original = trainer.run.actor.score
-        trainer.run.actor.score = lambda batch, cond, o=original, n=images: (n.append(len(batch)), o(batch, cond))[1]
         folder = trainer.fit().root
-        results |= {score: (rows_of(folder), sum(images), adapter_of(folder)), "start": start}
+        scored = sum(len(batch) for (batch, _), _ in calls)
+        results |= {score: (rows_of(folder), scored, adapter_of(folder)), "start": start}
     return results
 
 
@@ -274,17 +275,15 @@ def test_a_rejected_image_does_not_move_its_group(small_config):
         "algorithm.global_std=false",
         NO_PROBE,
     )
-    trainer, updates, images, rewards = FlowGRPOTrainer(config), [], [], []
-    actor, combine = trainer.run.actor, trainer.run.reward.combine
-    score, update = actor.score, actor.update
-    actor.score = lambda batch, cond: (images.append(len(batch)), score(batch, cond))[1]
-    actor.update = lambda batch, *args, **kw: (updates.append((batch.clone(), args)), update(batch, *args, **kw))[1]
-    trainer.run.reward.combine = lambda *args: (rewards.append(combine(*args)), rewards[-1])[1]
+    trainer = FlowGRPOTrainer(config)
+    scores, updates = recorded(trainer.run.actor, "score"), recorded(trainer.run.actor, "update")
+    rewards = recorded(trainer.run.reward, "combine")
     trainer.train_step()
-    (batch, (_, mini_batches, *_)), totals = updates[0], torch.from_numpy(rewards[0].total)
+    (((batch, _, mini_batches, *_), _),), ((_, reward),) = updates, rewards
+    totals = torch.from_numpy(reward.total)
     assert torch.equal(torch.cat([mini.rows for mini in mini_batches]), torch.arange(16))
     keep = torch.cat([mini.old.keep for mini in mini_batches]).any(1)
-    assert images == [16]
+    assert [len(scored) for (scored, _), _ in scores] == [16]
     assert 0 < keep.sum() < 16
     assert batch["advantages"][~keep].tolist() == [0.0] * int((~keep).sum())
     for group in batch["group"].unique():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests_support import recorded, untimed
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.rewards import RewardError, RewardMix, RewardResult
@@ -63,10 +64,9 @@ def several(path, *more):
 
 def test_every_reward_has_its_mean_and_its_deviation(small_config, scorers):
     trainer = FlowGRPOTrainer(small_config(*several(scorers)))
-    results, combine = [], trainer.run.reward.combine
-    trainer.run.reward.combine = lambda *args: (results.append(combine(*args)), results[-1])[1]
+    results = recorded(trainer.run.reward, "combine")
     row = trainer.train_step()
-    (result,) = results
+    ((_, result),) = results
     assert list(result.parts) == ["dark", "red", "compute_score"]
     for name, scores in result.parts.items():
         assert row[f"reward/{name}"] == pytest.approx(scores.astype(np.float64).mean())
@@ -88,11 +88,7 @@ def test_scorers_that_only_look_are_logged_and_learned_from_nowhere(small_config
     name = "val/reward/jpeg_compressibility"
     assert [name in row for row in runs["observed"]] == ["val/reward/mean" in row for row in runs["observed"]]
     assert all(row.pop(name) < 0 for row in runs["observed"] if name in row)
-    timed = ("timing_s/", "timing_per_image_ms/", "perf/")
-    plain, observed = (
-        [{k: v for k, v in row.items() if not k.startswith(timed)} for row in runs[folder]] for folder in runs
-    )
-    assert plain == observed
+    assert untimed(runs["plain"]) == untimed(runs["observed"])
     lines = (scorers.parent / "observed_images" / "step_00002" / "images.jsonl").read_text().splitlines()
     assert all({"jpeg_compressibility", "compute_score"} == set(json.loads(line)["rewards"]) for line in lines)
 
@@ -103,23 +99,21 @@ def test_normalisation_within_the_group_reaches_the_advantages(small_config, sco
         *several(scorers), "reward.normalization=group", f"algorithm.global_std={str(global_std).lower()}"
     )
     trainer = FlowGRPOTrainer(config)
-    updates, results = [], []
-    combine, update = trainer.run.reward.combine, trainer.run.actor.update
-    trainer.run.reward.combine = lambda *args: (results.append(combine(*args)), results[-1])[1]
-    trainer.run.actor.update = lambda batch, *args, **kw: (updates.append(batch.clone()), update(batch, *args, **kw))[1]
+    results, updates = recorded(trainer.run.reward, "combine"), recorded(trainer.run.actor, "update")
     row = trainer.train_step()
     trainer.folder.close()
-    group = updates[0][Key.GROUP].numpy()
+    ((_, result),), (((batch, *_), _),) = results, updates
+    group = batch[Key.GROUP].numpy()
     total = np.zeros(len(group))
     for name, weight in {"dark": 0.5, "red": -0.25, "compute_score": 1.0}.items():
         for g in np.unique(group):
-            scores = results[0].parts[name][group == g].astype(np.float64)
+            scores = result.parts[name][group == g].astype(np.float64)
             total[group == g] += weight * (scores - scores.mean()) / (scores.std() + 1e-4)
     stds = np.array([total[group == g].std() for g in group])
     expected = total / ((total.std() if global_std else stds) + 1e-4)
-    np.testing.assert_allclose(updates[0][Key.ADVANTAGES].numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(batch[Key.ADVANTAGES].numpy(), expected, atol=1e-5)
     assert row["reward/group_std_mean"] == pytest.approx(stds.mean())
-    assert row["reward/mean"] == pytest.approx(results[0].total.mean())  # of the scores as they are
+    assert row["reward/mean"] == pytest.approx(result.total.mean())  # of the scores as they are
 
 
 def test_normalisation_goes_over_all_processes(small_config, scorers):
