@@ -29,30 +29,24 @@ class Change:
 
 def advise(plan: MemoryPlan, gpus: Gpus) -> list[Change]:
     """Return changes one upon the other, until the run fits or no further change saves memory."""
-    taken: list[Change] = []
+    taken: dict[str, Change] = {}
     memory = plan.memory(plan.run, gpus.count)
     while not memory.fits(gpus.bytes):
-        change = _cheapest(plan, gpus, memory)
-        if change is None:
+        # The first in order of its cost that saves memory.
+        for settings, why in _by_cost(plan, gpus):
+            changed = plan.of_run(plan.run.with_settings(settings))
+            after = changed.memory(changed.run, gpus.count)
+            if after.total < memory.total:
+                # Booleans are lower case in YAML.
+                override = " ".join(f"{key}={str(value).lower()}" for key, value in settings.items())
+                # A setting that changes once more, after another one, is listed once.
+                taken = {key: change for key, change in taken.items() if key not in settings}
+                taken[next(iter(settings))] = Change(override, why, changed, after)
+                plan, memory = changed, after
+                break
+        else:
             break
-        # A setting that changes once more, after another one, is listed once.
-        keys = [override.partition("=")[0] for override in change.override.split()]
-        taken = [*(earlier for earlier in taken if earlier.override.partition("=")[0] not in keys), change]
-        memory = change.memory
-        plan = change.plan
-    return taken
-
-
-def _cheapest(plan: MemoryPlan, gpus: Gpus, memory: Memory) -> Change | None:
-    """The first change in order of its cost that saves memory."""
-    for settings, why in _by_cost(plan, gpus):
-        changed = plan.of_run(plan.run.with_settings(settings))
-        after = changed.memory(changed.run, gpus.count)
-        if after.total < memory.total:
-            # Booleans are lower case in YAML.
-            overrides = [f"{key}={str(value).lower()}" for key, value in settings.items()]
-            return Change(" ".join(overrides), why, changed, after)
-    return None
+    return list(taken.values())
 
 
 def _by_cost(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[dict[str, Any], str]]:

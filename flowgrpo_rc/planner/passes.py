@@ -8,7 +8,7 @@ are: a stretch is the time in the first or the last block of a kind.
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,9 @@ from flowgrpo_rc.sde import log_prob, transition
 
 # Pixels of a side of a reference image; every family scales it down.
 LARGE = 4096
+# Parts of a stretch's label.
+_BACKWARD = "backward"
+_INNER = "inner"
 # Blocks of a kind in the shorter of the two runs that are compared: a first one and a last one.
 SHORT = 2
 
@@ -190,10 +193,10 @@ class Passes:
                 attach_lora(self.transformer, self._pipeline.model, lora, dtype=torch_dtype(dtype))
             with self._pipeline.fake:
                 replace_tensors(self.transformer, lambda tensor: torch.empty_like(tensor, device="cpu"))
-            attached = _count(adapter_parameters(self.transformer))
-        of_kinds = [_count(adapter_parameters(kind.blocks[0])) for kind in self.kinds]
+            attached = _lora_parameters(self.transformer)
         further = [len(kind.blocks) - depth for kind, depth in zip(self.kinds, deepest, strict=True)]
-        return attached + sum(own * blocks for own, blocks in zip(of_kinds, further, strict=True))
+        own = [_lora_parameters(kind.blocks[0]) for kind in self.kinds]
+        return attached + sum(one * blocks for one, blocks in zip(own, further, strict=True))
 
     def update(self, rows: int, *, recompute: bool, reference: bool, detached: bool, accumulates: bool) -> Usage:
         """Measure forward and backward of one micro-batch.
@@ -341,12 +344,8 @@ class Passes:
                 self.transformer.set_submodule(place, blocks)
 
 
-def _count(parameters: Mapping[str, Tensor]) -> int:
-    return sum(parameter.numel() for parameter in parameters.values())
-
-
-_BACKWARD = "backward"
-_INNER = "inner"
+def _lora_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in adapter_parameters(module).values())
 
 
 @contextmanager
