@@ -29,8 +29,7 @@ class _Override(NamedTuple):
 
     key: str
     value: Any
-    deletes: bool
-    """``~key``: take back an earlier setting."""
+    deletes: bool  # ``~key``: take back an earlier setting
 
 
 def compose(

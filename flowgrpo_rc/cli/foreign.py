@@ -242,19 +242,15 @@ def other_defaults() -> Mapping[str, Any]:
 class Translation:
     """``run`` brings ``leaves`` to the schema's keys; ``warn`` reports what changed."""
 
-    leaves: dict[str, Any]
-    """Dotted key -> value of every setting; changed in place."""
+    leaves: dict[str, Any]  # Dotted key -> value of every setting; changed in place
     refusals: Refusals
     overridden: Collection[str]
     """Keys of the command line. It wins over a file; contradictions within one of the two are refused."""
     ignored: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> settings that change nothing that is learned."""
-    moved: list[str] = field(default_factory=list)
-    """``there -> here``, and why where it is not plain."""
-    other_defaults: list[str] = field(default_factory=list)
-    """Settings at their defaults, which are others in verl-omni."""
-    builtins: dict[str, str] = field(default_factory=dict)
-    """Built-in reward -> the entry of verl-omni's that became it."""
+    moved: list[str] = field(default_factory=list)  # ``there -> here``, and why where it is not plain
+    other_defaults: list[str] = field(default_factory=list)  # Settings at their defaults, which are others in verl-omni
+    builtins: dict[str, str] = field(default_factory=dict)  # Built-in reward -> the entry of verl-omni's that became it
 
     def warn(self, stacklevel: int) -> None:
         """One warning for what is ignored, one for what is written in another form, one for other defaults."""

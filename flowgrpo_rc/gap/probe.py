@@ -46,16 +46,13 @@ class ProbedRun:
     mode: ModeInForce
     window: SDEWindow
     actor: DiffusionActor
-    prompts: Sequence[Any]
-    """The training prompts."""
-    condition: Callable[[list[Any]], Conditioning]
-    """Embeds prompts for the rollout pipeline."""
+    prompts: Sequence[Any]  # The training prompts
+    condition: Callable[[list[Any]], Conditioning]  # Embeds prompts for the rollout pipeline
     generate: Callable[[RolloutRequest], Trajectories]
     """Samples; raises ``RolloutError`` if the engine violates the request."""
     device: torch.device
     seed: int
-    scored_share: float
-    """Share of a batch that decoupled mode, as configured, scores."""
+    scored_share: float  # Share of a batch that decoupled mode, as configured, scores
 
 
 @dataclass(frozen=True)
@@ -63,12 +60,10 @@ class ProbeBatch:
     """A batch of rescored images with the inputs of an update."""
 
     trajectories: TensorDict
-    scored: dict[str, Tensor]
-    """The actor's ``rescore`` of them."""
+    scored: dict[str, Tensor]  # The actor's ``rescore`` of them
     conditioning: Conditioning
     sample: GapSample
-    seconds: dict[str, float]
-    """Of ``rollout`` and ``score``."""
+    seconds: dict[str, float]  # Of ``rollout`` and ``score``
 
 
 def sample_and_rescore(run: ProbedRun, images: int, before: int = 0) -> ProbeBatch:
@@ -135,20 +130,17 @@ def _time_when_idle(device: torch.device) -> float:
 class ProbeResult:
     """The measurement and the advice."""
 
-    setting: dict[str, Any]
-    """The settings that shape the gap, for the table's heading."""
+    setting: dict[str, Any]  # The settings that shape the gap, for the table's heading
     steps: tuple[StepGap, ...]
     overall: StepGap
     drift: Drift | None
     """Gradient of the gap alone; None if the objective's limit is not centred at the engine's log-probs."""
     advice: Advice
-    images: int
-    """Images measured at every place of the SDE window."""
+    images: int  # Images measured at every place of the SDE window
     confidence: float
     """Confidence of every interval in ``steps`` and ``overall``: that of the last look, chosen so that all looks
     together have ``intervals.CONFIDENCE``."""
-    seconds: dict[str, float]
-    """Seconds of ``rollout``, ``score`` and ``update``, for the images of the first look."""
+    seconds: dict[str, float]  # Seconds of ``rollout``, ``score`` and ``update``, for the images of the first look
     saved: float | None
     """Share of rollout, score and update that bypass mode saves against decoupled mode; None if the update failed."""
 

@@ -35,20 +35,13 @@ PREFIX = "rollout_sync/"
 class Rescoring:
     """Measures ``rollout_sync/...`` for each batch; changes neither batch nor adapter nor random streams."""
 
-    rollout: RolloutConfig
-    """Number of images to rescore, the limit for a warning, the ``sde_type``."""
-    mode: ModeInForce
-    """The configured mode; the gap is compared with its clip band also after a fallback of the guard."""
-    prompts: int
-    """Prompts of a batch, over all processes."""
-    actor: DiffusionActor
-    """Rescores."""
-    adapter: Any
-    """The trainer's ``AdapterSync``, which gives the engine's version to the actor for a while."""
-    clip_bands: ClipBands | None = None
-    """Updated by every batch; None if the clip band is not calibrated."""
-    rejection_bands: RejectionBands | None = None
-    """The same of the rejection band."""
+    rollout: RolloutConfig  # Number of images to rescore, the limit for a warning, the ``sde_type``
+    mode: ModeInForce  # The configured mode; the gap is compared with its clip band also after a fallback of the guard
+    prompts: int  # Prompts of a batch, over all processes
+    actor: DiffusionActor  # Rescores
+    adapter: Any  # The trainer's ``AdapterSync``, which gives the engine's version to the actor for a while
+    clip_bands: ClipBands | None = None  # Updated by every batch; None if the clip band is not calibrated
+    rejection_bands: RejectionBands | None = None  # The same of the rejection band
     _warned: bool = field(default=False, init=False)
 
     def __call__(self, batch: TensorDict, conditioning: Conditioning, step: int) -> dict[str, float]:

@@ -29,20 +29,13 @@ from flowgrpo_rc.sde import SDE_TYPES, transition_kl
 class GapSample:
     """``n`` rescored images of ``W`` steps, float64 on the host."""
 
-    timesteps: Float[Tensor, "n W"]
-    """As the scheduler names them."""
-    engine: Float[Tensor, "n W"]
-    """``l`` with equal weights: the effect of precision and kernels alone."""
-    staleness: Float[Tensor, "n W"]
-    """The actor's present log-prob minus its log-prob with the engine's adapter."""
-    stds: Float[Tensor, "n W"]
-    """Standard deviation of each step."""
-    to_nats: Float[Tensor, "n W"]
-    """Factor from ``l`` to nats."""
-    dimensions: int
-    """Number of latent dimensions."""
-    kl: Float[Tensor, "n W"] | None
-    """The divergence in closed form, in nats; None if the engine returned no means."""
+    timesteps: Float[Tensor, "n W"]  # As the scheduler names them
+    engine: Float[Tensor, "n W"]  # ``l`` with equal weights: the effect of precision and kernels alone
+    staleness: Float[Tensor, "n W"]  # The actor's present log-prob minus its log-prob with the engine's adapter
+    stds: Float[Tensor, "n W"]  # Standard deviation of each step
+    to_nats: Float[Tensor, "n W"]  # Factor from ``l`` to nats
+    dimensions: int  # Number of latent dimensions
+    kl: Float[Tensor, "n W"] | None  # The divergence in closed form, in nats; None if the engine returned no means
 
     @property
     def total(self) -> Float[Tensor, "n W"]:
@@ -143,22 +136,14 @@ def _means(sample: GapSample, chosen: Tensor | slice, prefix: str, suffix: str) 
 class SampledSteps:
     """The gap of every step, and the fate of the step with the engine as the old policy, as in bypass mode."""
 
-    gap: Float[Tensor, "..."]
-    """``l``, mean-pooled."""
-    nats: Float[Tensor, "..."]
-    """``l`` of the whole step, in nats."""
-    kl_nats: Float[Tensor, "..."]
-    """KL of the step's Gaussian, engine to actor, in nats."""
-    size: Float[Tensor, "..."]
-    """Absolute value of the objective's measure; ``|gap|`` for a plain clip band."""
-    beyond: Bool[Tensor, "..."]
-    """The step exceeds the objective's limit."""
-    keep: Bool[Tensor, "..."]
-    """The step passes rejection."""
-    zeroed: Bool[Tensor, "..."]
-    """The step has an importance weight of 0 in the loss."""
-    image: Int[Tensor, "..."]
-    """Number of the step's image."""
+    gap: Float[Tensor, "..."]  # ``l``, mean-pooled
+    nats: Float[Tensor, "..."]  # ``l`` of the whole step, in nats
+    kl_nats: Float[Tensor, "..."]  # KL of the step's Gaussian, engine to actor, in nats
+    size: Float[Tensor, "..."]  # Absolute value of the objective's measure; ``|gap|`` for a plain clip band
+    beyond: Bool[Tensor, "..."]  # The step exceeds the objective's limit
+    keep: Bool[Tensor, "..."]  # The step passes rejection
+    zeroed: Bool[Tensor, "..."]  # The step has an importance weight of 0 in the loss
+    image: Int[Tensor, "..."]  # Number of the step's image
 
     def part(self, chosen: Tensor) -> "SampledSteps":
         """The steps where ``chosen`` is true, flat."""

@@ -18,12 +18,9 @@ SLEEP = f"{ROLLOUT}.vllm_omni.sleep"
 class Change:
     """One change, on top of those before it."""
 
-    override: str
-    """The settings as they are written on the command line."""
-    why: str
-    """Its gain and cost."""
-    plan: MemoryPlan
-    """The plan of the changed run."""
+    override: str  # The settings as they are written on the command line
+    why: str  # Its gain and cost
+    plan: MemoryPlan  # The plan of the changed run
     memory: Memory
 
 

@@ -23,14 +23,11 @@ _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 class Stretch:
     """A contiguous part of a run under one label."""
 
-    label: Any
-    """Argument of ``LiveBytes.enter``."""
-    peak: int
-    """Most bytes alive at a time."""
+    label: Any  # Argument of ``LiveBytes.enter``
+    peak: int  # Most bytes alive at a time
     flops: int = 0
     """Floating-point operations of matrix products, attention and convolutions; a multiply-add counts as two."""
-    recorded_flops: int = 0
-    """Operations with gradients enabled. Within a backward pass these are the recomputed ones."""
+    recorded_flops: int = 0  # Operations with gradients enabled. Within a backward pass these are the recomputed ones.
 
 
 class LiveBytes(TorchDispatchMode):

@@ -13,8 +13,7 @@ class Device:
     """A GPU's peak, dense, in FLOP/s, from its vendor's data sheet."""
 
     bfloat16: float
-    float32: float
-    """Without TF32, which torch leaves off by default."""
+    float32: float  # Without TF32, which torch leaves off by default
 
     def peak(self, dtype: str) -> float:
         """Peak in a precision by its name in ``dtypes.DTYPES``; float16 is as fast as bfloat16."""

@@ -27,12 +27,9 @@ MOST_ROWS = 32
 class Memory:
     """Bytes on one GPU."""
 
-    resident: dict[str, int]
-    """Resident bytes, by component."""
-    stages: dict[str, int]
-    """Bytes that each stage adds while it runs; the largest counts, since memory is reused."""
-    engine: int
-    """Bytes of an engine's own process on the same GPU."""
+    resident: dict[str, int]  # Resident bytes, by component
+    stages: dict[str, int]  # Bytes that each stage adds while it runs; the largest counts, since memory is reused
+    engine: int  # Bytes of an engine's own process on the same GPU
 
     @property
     def tensors(self) -> int:

@@ -43,14 +43,10 @@ SHORT = 2
 class Usage:
     """Bytes and operations of one pass, without the weights."""
 
-    peaks: tuple[int, ...]
-    """Most bytes alive in each stretch of the pass; gradients of the LoRA among them."""
-    forward_flops: int
-    """Operations of the forward passes."""
-    backward_flops: int = 0
-    """Operations of the backward pass, without recomputation."""
-    recomputed_flops: int = 0
-    """Operations that gradient checkpointing repeats."""
+    peaks: tuple[int, ...]  # Most bytes alive in each stretch of the pass; gradients of the LoRA among them
+    forward_flops: int  # Operations of the forward passes
+    backward_flops: int = 0  # Operations of the backward pass, without recomputation
+    recomputed_flops: int = 0  # Operations that gradient checkpointing repeats
 
     @property
     def peak(self) -> int:
@@ -76,10 +72,8 @@ class Usage:
 class Kind:
     """Blocks of the same shape that follow each other."""
 
-    name: str
-    """The blocks' class."""
-    place: str
-    """Name of their list in the transformer."""
+    name: str  # The blocks' class
+    place: str  # Name of their list in the transformer
     blocks: tuple[nn.Module, ...]
 
 
@@ -87,17 +81,14 @@ class Kind:
 class Sizes:
     """Bytes of a pipeline's weights, and numbers of parameters."""
 
-    transformer: int
-    """Frozen weights of the transformer, without buffers."""
-    buffers: int
-    """Buffers of the transformer, which sharding leaves whole."""
+    transformer: int  # Frozen weights of the transformer, without buffers
+    buffers: int  # Buffers of the transformer, which sharding leaves whole
     gathered: int
     """Weights that sharding gathers on every GPU: a block at work and the next one, the two largest neighbours, and the
     weights outside of blocks."""
     vae: int
     text_encoders: int
-    parameters: int
-    """Parameters of the transformer."""
+    parameters: int  # Parameters of the transformer
     lora_parameters: int
 
 

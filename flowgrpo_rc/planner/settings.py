@@ -21,12 +21,9 @@ class PlannedRun:
     model: ModelConfig
     actor: DiffusionActorConfig
     rollout: RolloutConfig
-    prompts: int
-    """Prompts of a step: ``data.train_batch_size``."""
-    scored_share: float = 0.0
-    """Share of a batch that is scored before the update; 0 in bypass mode."""
-    autocast: bool = False
-    """Run the actor's forwards under bfloat16 autocast."""
+    prompts: int  # Prompts of a step: ``data.train_batch_size``
+    scored_share: float = 0.0  # Share of a batch that is scored before the update; 0 in bypass mode
+    autocast: bool = False  # Run the actor's forwards under bfloat16 autocast
 
     @property
     def samples_in_trainer(self) -> bool:

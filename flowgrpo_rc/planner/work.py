@@ -15,10 +15,8 @@ from flowgrpo_rc.planner.settings import ROLLOUT, PlannedRun
 class StepFlops:
     """Operations of one training step, over all GPUs; a multiply-add counts as two."""
 
-    rollout: float
-    """Sampling and decoding all images of a batch."""
-    score: float
-    """The scoring pass before the update, and rescoring."""
+    rollout: float  # Sampling and decoding all images of a batch
+    score: float  # The scoring pass before the update, and rescoring
     update: float
     """Forward and backward of every recorded step, in every epoch. The weights are frozen, so that a backward costs
     about what a forward does."""
@@ -31,8 +29,7 @@ class StepTime:
     """Seconds of a step."""
 
     engine: float
-    update: float
-    """The update and its scoring pass."""
+    update: float  # The update and its scoring pass
 
     @property
     def total(self) -> float:
@@ -94,14 +91,10 @@ class Split:
 
     trainers: int
     engines: int
-    rollout: float
-    """Seconds in which the engines draw a batch."""
-    learning: float
-    """Seconds of rewards and update of a batch."""
-    trainer_bytes: int = 0
-    """Peak of a trainer's GPU."""
-    engine_bytes: int = 0
-    """Peak of an engine's GPU."""
+    rollout: float  # Seconds in which the engines draw a batch
+    learning: float  # Seconds of rewards and update of a batch
+    trainer_bytes: int = 0  # Peak of a trainer's GPU
+    engine_bytes: int = 0  # Peak of an engine's GPU
 
     @property
     def total(self) -> float:

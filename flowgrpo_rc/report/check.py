@@ -17,10 +17,8 @@ class Measurement:
     value: float
     metric: str
     steps: tuple[int, int]
-    says: str | None = None
-    """The measurement in words; None: the metric, its value and the steps."""
-    advice: str | None = None
-    """A remedy that replaces the check's own."""
+    says: str | None = None  # The measurement in words; None: the metric, its value and the steps
+    advice: str | None = None  # A remedy that replaces the check's own
 
 
 # Returns None, or raises ``NothingMeasuredError``, if the rows hold nothing to measure.
@@ -41,16 +39,11 @@ class Check:
     name: str
     title: str
     measure: Measure
-    sde: HealthyRange
-    """For SDE steps, whose log-probs are means over latent dimensions."""
-    tokens: HealthyRange | None = AS_SDE
-    """For tokens."""
-    limits: str = ""
-    """The limits in words, if their numbers are only a code."""
-    of_densities: bool = False
-    """The limits assume log ratios of densities; that of ``cps`` omits ``1/(2 std^2)``."""
-    advice: str | Callable[[History], str]
-    """The remedy, or a function that returns the one for a run."""
+    sde: HealthyRange  # For SDE steps, whose log-probs are means over latent dimensions
+    tokens: HealthyRange | None = AS_SDE  # For tokens
+    limits: str = ""  # The limits in words, if their numbers are only a code
+    of_densities: bool = False  # The limits assume log ratios of densities; that of ``cps`` omits ``1/(2 std^2)``
+    advice: str | Callable[[History], str]  # The remedy, or a function that returns the one for a run
     of_weights: bool = False
     """It judges importance weights. If they only diagnose, none of their values is a problem by itself."""
 

@@ -54,19 +54,14 @@ MOST_POINTS = 1000
 class Line:
     """One metric over the steps of the run."""
 
-    metrics: tuple[str, ...]
-    """Its names; the first that the run still logs is shown."""
-    label: str
-    """The entry in the legend."""
+    metrics: tuple[str, ...]  # Its names; the first that the run still logs is shown
+    label: str  # The entry in the legend
     color: str = BLUE
     name: str | None = None
     """Its name in sentences and tables, if not the label. A line with an empty name is only drawn."""
-    key: bool = False
-    """Show it as a key number, at the head of the page and in the closing table."""
-    style: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of matplotlib's ``plot``."""
-    smooth: bool = False
-    """Draw the running mean instead of the values."""
+    key: bool = False  # Show it as a key number, at the head of the page and in the closing table
+    style: Mapping[str, Any] = field(default_factory=dict)  # Keyword arguments of matplotlib's ``plot``
+    smooth: bool = False  # Draw the running mean instead of the values
 
     @property
     def spoken(self) -> str:
@@ -134,12 +129,9 @@ class Panel:
     """Metrics over the steps of the run."""
 
     title: str
-    unit: ByRun[str]
-    """Label of the axis of the values."""
-    caption: str
-    """A hint what to look for, in one sentence."""
-    file: str = ""
-    """Stem of its own picture under ``plots/``. ``summary.png`` shows the panels that have one."""
+    unit: ByRun[str]  # Label of the axis of the values
+    caption: str  # A hint what to look for, in one sentence
+    file: str = ""  # Stem of its own picture under ``plots/``. ``summary.png`` shows the panels that have one.
     lines: ByRun[Sequence[Line]] = ()
     levels: ByRun[Sequence[Level]] = ()
     scale: str = "linear"

@@ -23,12 +23,9 @@ class KeyNumber:
     """First and last value of one of the few metrics that head the page."""
 
     name: str
-    first: float
-    """Mean over the first third of the steps that logged it, at most ``WINDOW``; of validations the first."""
-    last: float
-    """Mean over as many of the last steps."""
-    is_share: bool
-    """It is a share of the samples."""
+    first: float  # Mean over the first third of the steps that logged it, at most ``WINDOW``; of validations the first
+    last: float  # Mean over as many of the last steps
+    is_share: bool  # It is a share of the samples
 
     def text(self, value: float) -> str:
         """``first`` or ``last`` as text."""

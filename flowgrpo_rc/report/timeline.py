@@ -37,25 +37,20 @@ class Bar:
     what: str
     begin: float
     end: float
-    version: int = -1
-    """Version of the adapter, of a draw."""
+    version: int = -1  # Version of the adapter, of a draw
 
 
 @dataclass(frozen=True)
 class Lanes:
     """Consecutive steps."""
 
-    steps: tuple[int, int]
-    """The first and the last."""
-    begin: float
-    """Start of the first."""
-    ends: list[float]
-    """End of each."""
+    steps: tuple[int, int]  # The first and the last
+    begin: float  # Start of the first
+    ends: list[float]  # End of each
     trainer: list[Bar]
     engines: dict[str, list[Bar]]
     """By name, at most ``MOST_ENGINES``; empty if images are drawn in the trainer's process."""
-    left_out: int
-    """Engines without a lane."""
+    left_out: int  # Engines without a lane
 
     @property
     def end(self) -> float:
