@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from flowgrpo_rc.checks import show
 from flowgrpo_rc.cli.arguments import BASE_CONFIG
@@ -23,13 +23,8 @@ from flowgrpo_rc.trainer.config import SHARED_CORRECTION, FlowGRPOConfig
 
 __all__ = ["BASE_CONFIG", "ConfigError", "compose", "to_yaml"]
 
-
-class _Override(NamedTuple):
-    """One override after parsing."""
-
-    key: str
-    value: Any
-    deletes: bool  # ``~key``: take back an earlier setting
+# Key, value, and true for ``~key``, which takes back an earlier setting.
+_Override: TypeAlias = tuple[str, Any, bool]
 
 
 def compose(
@@ -193,7 +188,7 @@ def _parse(overrides: Sequence[str], refusals: Refusals) -> list[_Override]:
                 f"[a,b], and text with commas in quotes{_quoted(text)}"
             )
         else:
-            parsed.append(_Override(key, value, found.is_delete()))
+            parsed.append((key, value, found.is_delete()))
     return parsed
 
 
@@ -208,18 +203,18 @@ def _apply(raw: dict[str, Any], overrides: Sequence[_Override], refusals: Refusa
     """Lay the overrides over the files' settings; returns those whose key an earlier one set to another value."""
     earlier: dict[str, Any] = {}
     again: dict[str, str] = {}
-    for one in overrides:
-        if one.deletes:
+    for key, value, deletes in overrides:
+        if deletes:
             # The default holds again.
-            known = one.key in schema() or one.key in sections() or find(one.key) is not None
-            if not _take_out(raw, one.key) and not known:
-                refusals.unknown(one.key)
+            known = key in schema() or key in sections() or find(key) is not None
+            if not _take_out(raw, key) and not known:
+                refusals.unknown(key)
             continue
-        if one.key in earlier and earlier[one.key] != one.value:
-            again[one.key] = f"{one.key}={show(one.value)} (before: {show(earlier[one.key])})"
-        earlier[one.key] = one.value
+        if key in earlier and earlier[key] != value:
+            again[key] = f"{key}={show(value)} (before: {show(earlier[key])})"
+        earlier[key] = value
         # Later overrides may change parts of this mapping in place.
-        _set(raw, one.key.split("."), copy.deepcopy(one.value))
+        _set(raw, key.split("."), copy.deepcopy(value))
     return list(again.values())
 
 

@@ -19,9 +19,6 @@ from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
 
 NOT_SHOWN_SAFE = 4
 """Exit code of a probe that cannot show that the configuration is safe."""
-DRIFT_WORDS = (
-    "drift: what a step teaches whatever is rewarded, in gradients of one step of the window; interval likewise"
-)
 MAX_FACTOR = 8
 """Default of ``--max-images``, in multiples of ``--images``."""
 RESULT = "probe.json"
@@ -135,16 +132,19 @@ def report(result: Any) -> str:
             f"{name:>9} {step.count:4d} {step.mean:10.1e} {step.abs_mean:9.1e} {step.abs_q90:9.1e} {step.abs_max:9.1e} "
             f"{step.nats:7.3f} {step.kl_nats:8.3f} {step.clipped:8.0%} {ends:>12}"
         )
+    legend = (
+        f"l = log pi_actor - log pi_engine, same weights; clipped: {objective.beyond} before any learning; interval: "
+        "where that share lies with 95 % confidence, images being independent"
+    )
     if result.drift is not None:
+        legend += "\ndrift: what a step teaches whatever is rewarded, in gradients of one step of the window"
         # More columns of the table, whose head is line 2.
         lines[2] += f" {'drift':>7} {'interval':>16}"
         for row, one in enumerate((*result.drift.timesteps, result.drift), start=3):
             lines[row] += f" {one.value:7.4f} {f'{one.interval.low:.4f} to {one.interval.high:.4f}':>16}"
     lines += [
         "",
-        f"l = log pi_actor - log pi_engine, same weights; clipped: {objective.beyond} before any learning; interval: "
-        "where that share lies with 95 % confidence, images being independent",
-        *([] if result.drift is None else [DRIFT_WORDS]),
+        legend,
         f"Verdict: {advice.verdict.upper()} ({advice.because})",
         *(f"  - {reason}" for reason in advice.reasons),
         f"Recommended: {advice.mode} mode{limit}; a rejection band that only outliers leave: "

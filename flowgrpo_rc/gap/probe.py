@@ -115,15 +115,14 @@ def sample_and_rescore(run: ProbedRun, images: int, before: int = 0) -> ProbeBat
 
 def timed(device: torch.device, call: Callable[[], Result]) -> tuple[Result, float]:
     """Return the result of the call, and its seconds on the device."""
-    start = _time_when_idle(device)
-    result = call()
-    return result, _time_when_idle(device) - start
 
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # else the time would be that of queueing the work
+        return time.perf_counter()
 
-def _time_when_idle(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # else the time would be that of queueing the work
-    return time.perf_counter()
+    start = now()
+    return call(), now() - start
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,7 @@ def table(plan: MemoryPlan, tried: Sequence[Gpus]) -> str:
             gpus = Gpus(count, size)
             largest = plan.largest_micro_batch(plan.run, gpus)
             fits = "fits" if memory.fits(gpus.bytes) else "no"
-            cell = f"{fits} ({largest})" if largest else "no"
-            row += f"{cell:>14}"
+            row += f"{f'{fits} ({largest})' if largest else 'no':>14}"
         rows.append(row)
     return "\n".join([*rows, "", _work(plan)])
 

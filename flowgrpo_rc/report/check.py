@@ -3,7 +3,7 @@
 ``docs/report.md`` has the evidence for the limits of each check.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from flowgrpo_rc.report.finding import PROBLEM, WATCH, Finding, HealthyRange, number
@@ -85,6 +85,24 @@ class Check:
             measured=found.says or f"{found.metric} is {number(found.value)} {span_words(found.steps)}",
             advice=advice,
         )
+
+
+def checks(
+    rows: Iterable[tuple[str, str, Measure]],
+    limits: Mapping[str, HealthyRange | tuple[HealthyRange, HealthyRange | None]],
+    advice: Mapping[str, str | Callable[[History], str]],
+    *,
+    of_densities: Collection[str] = (),
+    of_weights: bool = False,
+) -> list[Check]:
+    """Join name, title and measure with limits (of SDE steps, and of tokens if those differ) and advice by name."""
+    made = []
+    for name, title, measure in rows:
+        given = limits[name]
+        sde, tokens = given if isinstance(given, tuple) else (given, given)
+        own = {"sde": sde, "tokens": tokens, "advice": advice[name], "of_densities": name in of_densities}
+        made.append(Check(name=name, title=title, measure=measure, of_weights=of_weights, **own))
+    return made
 
 
 def span_words(steps: tuple[int, int]) -> str:

@@ -1,10 +1,8 @@
 """Checks on weights, rejection and divergences. Limits for tokens are the customary ones of LLM runs."""
 
-from dataclasses import replace
-
 from flowgrpo_rc.gap.safety import REJECTED, ZEROED
-from flowgrpo_rc.report.check import Check, Measurement, recent_max, recent_mean, span_words
-from flowgrpo_rc.report.checks_gap import shared_check
+from flowgrpo_rc.report.check import Measurement, checks, recent_max, recent_mean, span_words
+from flowgrpo_rc.report.checks_gap import figure_limits, figure_remedy
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import History
 
@@ -51,132 +49,87 @@ def closer_or_decoupled(history: History) -> str:
     return "Raise the engine's precision, or refresh its weights more often."
 
 
-WEIGHT_CHECKS = (
-    Check(
-        name="is_mean",
-        title="Mean weight",
-        measure=recent_mean("rollout_corr/rollout_is_mean"),
-        sde=HealthyRange(0.95, 1.05, 0.5, 2.0),
-        tokens=HealthyRange(0.8, 1.25, 0.5, 2.0),
-        advice="Check that the log-probs belong to the samples; raise rollout_is_threshold, or refresh rollouts.",
+WEIGHT_LIMITS = {
+    "is_mean": (HealthyRange(0.95, 1.05, 0.5, 2.0), HealthyRange(0.8, 1.25, 0.5, 2.0)),
+    "is_std": (HealthyRange(high=0.1, problem_high=1.0), HealthyRange(high=0.5, problem_high=1.0)),
+    "ess": (HealthyRange(low=0.9, problem_low=0.3), HealthyRange(low=0.5, problem_low=0.3)),
+    "is_outside": HealthyRange(high=0.05, problem_high=0.3),
+    "is_bound": (HealthyRange(high=0.5), None),
+    "is_dropped": figure_limits(ZEROED),
+    "is_norm_factor": (HealthyRange(0.95, 1.05, 0.5, 2.0), HealthyRange(0.8, 1.25, 0.5, 2.0)),
+}
+WEIGHT_ADVICE = {
+    "is_mean": "Check that the log-probs belong to the samples; raise rollout_is_threshold, or refresh rollouts.",
+    "is_std": "Lower rollout_is_threshold, or use rollout_is=token or geometric.",
+    "ess": "Lower rollout_is_threshold, use rollout_is=token or geometric, or reject with rollout_rs.",
+    "is_outside": "Bring engine and actor closer, or widen rollout_is_threshold.",
+    "is_bound": "Find that sample (logprob_abs_diff_max), or reject it with rollout_rs; the gap is larger than "
+    "assumed.",
+    "is_dropped": figure_remedy(ZEROED),
+    "is_norm_factor": "Look for the cause of the shift; normalisation only rescales the gradient.",
+}
+DROPPED = recent_mean("rollout_corr/rollout_is_oob_ratio", "rollout_corr/rollout_is_masked_fraction")
+NORM_FACTOR = recent_mean("rollout_corr/rollout_is_batch_norm_factor")
+LOG_PERPLEXITY = recent_mean("rollout_corr/log_ppl_abs_diff")
+WEIGHT_CHECKS = checks(
+    (
+        ("is_mean", "Mean weight", recent_mean("rollout_corr/rollout_is_mean")),
+        ("is_std", "Spread of the weights", recent_mean("rollout_corr/rollout_is_std")),
+        ("ess", "Effective sample size", recent_mean("rollout_corr/rollout_is_eff_sample_size")),
+        ("is_outside", "Weights beyond their bounds", weights_outside),
+        ("is_bound", "Largest weight at its bound", weights_at_the_bound),
+        ("is_dropped", "Weights set to zero or masked", DROPPED),
+        (
+            "is_norm_factor",
+            "Batch normalisation of the weights",
+            recent_mean("rollout_corr/rollout_is_batch_norm_factor"),
+        ),
     ),
-    Check(
-        name="is_std",
-        title="Spread of the weights",
-        measure=recent_mean("rollout_corr/rollout_is_std"),
-        sde=HealthyRange(high=0.1, problem_high=1.0),
-        tokens=HealthyRange(high=0.5, problem_high=1.0),
-        advice="Lower rollout_is_threshold, or use rollout_is=token or geometric.",
-    ),
-    Check(
-        name="ess",
-        title="Effective sample size",
-        measure=recent_mean("rollout_corr/rollout_is_eff_sample_size"),
-        sde=HealthyRange(low=0.9, problem_low=0.3),
-        tokens=HealthyRange(low=0.5, problem_low=0.3),
-        advice="Lower rollout_is_threshold, use rollout_is=token or geometric, or reject with rollout_rs.",
-    ),
-    Check(
-        name="is_outside",
-        title="Weights beyond their bounds",
-        measure=weights_outside,
-        sde=HealthyRange(high=0.05, problem_high=0.3),
-        advice="Bring engine and actor closer, or widen rollout_is_threshold.",
-    ),
-    Check(
-        name="is_bound",
-        title="Largest weight at its bound",
-        measure=weights_at_the_bound,
-        sde=HealthyRange(high=0.5),
-        tokens=None,
-        advice="Find that sample (logprob_abs_diff_max), or reject it with rollout_rs; the gap is larger than assumed.",
-    ),
-    shared_check(
-        ZEROED,
-        name="is_dropped",
-        title="Weights set to zero or masked",
-        measure=recent_mean("rollout_corr/rollout_is_oob_ratio", "rollout_corr/rollout_is_masked_fraction"),
-    ),
-    Check(
-        name="is_norm_factor",
-        title="Batch normalisation of the weights",
-        measure=recent_mean("rollout_corr/rollout_is_batch_norm_factor"),
-        sde=HealthyRange(0.95, 1.05, 0.5, 2.0),
-        tokens=HealthyRange(0.8, 1.25, 0.5, 2.0),
-        advice="Look for the cause of the shift; normalisation only rescales the gradient.",
-    ),
+    WEIGHT_LIMITS,
+    WEIGHT_ADVICE,
+    of_weights=True,
 )
 
-
+LIMITS = {
+    "rejected": figure_limits(REJECTED),
+    "veto": HealthyRange(high=0.0, problem_high=0.1),
+    "gap_mean": (HealthyRange(high=5e-3, problem_high=0.05), HealthyRange(high=0.05, problem_high=0.5)),
+    "kl": (HealthyRange(high=5e-3, problem_high=0.05), HealthyRange(high=0.05, problem_high=0.1)),
+    "k3_kl": (HealthyRange(high=1e-5, problem_high=1e-3), HealthyRange(high=0.05, problem_high=0.1)),
+    "chi2_token": (HealthyRange(high=1e-2, problem_high=1.0), HealthyRange(high=0.5, problem_high=1.0)),
+    "chi2_seq": (HealthyRange(high=5e-2, problem_high=1.0), HealthyRange(high=10.0)),
+    "ppl_ratio": (HealthyRange(high=5e-3, problem_high=0.05), HealthyRange(high=0.1, problem_high=0.5)),
+    "log_ppl_abs_diff": (HealthyRange(high=5e-3, problem_high=0.05), HealthyRange(high=0.1, problem_high=1.0)),
+}
+ADVICE = {
+    "rejected": figure_remedy(REJECTED),
+    "veto": "Look at those samples: prompt, mask and log-probs; do not just relax rollout_token_veto_threshold.",
+    "gap_mean": closer_or_decoupled,
+    "kl": "Compare the weights, noise schedule and temperature of engine and actor.",
+    "k3_kl": "Raise the engine's precision, or refresh its weights more often.",
+    "chi2_token": "Use rollout_is=token with a low threshold, or reject with rollout_rs.",
+    "chi2_seq": "Use rollout_is=token or geometric instead of sequence.",
+    "ppl_ratio": "Compare the weights, noise schedule and temperature of engine and actor.",
+    "log_ppl_abs_diff": "Compare dtype, quantization, kernels and weights of engine and actor before training on.",
+}
+# Their limits assume log ratios of densities.
+OF_DENSITIES = ("gap_mean", "kl", "k3_kl", "ppl_ratio", "log_ppl_abs_diff")
 CORRECTION_CHECKS = (
-    *(replace(check, of_weights=True) for check in WEIGHT_CHECKS),
-    shared_check(REJECTED, name="rejected", title="Rejected samples", measure=rejected),
-    Check(
-        name="veto",
-        title="Rows vetoed",
-        measure=recent_max("rollout_corr/rollout_is_veto_fraction"),
-        sde=HealthyRange(high=0.0, problem_high=0.1),
-        advice="Look at those samples: prompt, mask and log-probs; do not just relax rollout_token_veto_threshold.",
-    ),
-    Check(
-        name="gap_mean",
-        title="Mean difference of the log-probs",
-        measure=recent_mean("rollout_corr/logprob_abs_diff_mean"),
-        sde=HealthyRange(high=5e-3, problem_high=0.05),
-        tokens=HealthyRange(high=0.05, problem_high=0.5),
-        of_densities=True,
-        advice=closer_or_decoupled,
-    ),
-    Check(
-        name="kl",
-        title="KL of rollout from training",
-        measure=recent_mean("rollout_corr/kl", away_from=0),
-        sde=HealthyRange(high=5e-3, problem_high=0.05),
-        tokens=HealthyRange(high=0.05, problem_high=0.1),
-        of_densities=True,
-        advice="Compare the weights, noise schedule and temperature of engine and actor.",
-    ),
-    Check(
-        name="k3_kl",
-        title="KL, non-negative estimate",
-        measure=recent_mean("rollout_corr/k3_kl"),
-        sde=HealthyRange(high=1e-5, problem_high=1e-3),
-        tokens=HealthyRange(high=0.05, problem_high=0.1),
-        of_densities=True,
-        advice="Raise the engine's precision, or refresh its weights more often.",
-    ),
-    Check(
-        name="chi2_token",
-        title="Chi-squared of single ratios",
-        measure=recent_mean("rollout_corr/chi2_token"),
-        sde=HealthyRange(high=1e-2, problem_high=1.0),
-        tokens=HealthyRange(high=0.5, problem_high=1.0),
-        advice="Use rollout_is=token with a low threshold, or reject with rollout_rs.",
-    ),
-    Check(
-        name="chi2_seq",
-        title="Chi-squared of whole rows",
-        measure=recent_mean("rollout_corr/chi2_seq"),
-        sde=HealthyRange(high=5e-2, problem_high=1.0),
-        tokens=HealthyRange(high=10.0),
-        advice="Use rollout_is=token or geometric instead of sequence.",
-    ),
-    Check(
-        name="ppl_ratio",
-        title="Perplexity, training over rollout",
-        measure=recent_mean("rollout_corr/ppl_ratio", away_from=1),
-        sde=HealthyRange(high=5e-3, problem_high=0.05),
-        tokens=HealthyRange(high=0.1, problem_high=0.5),
-        of_densities=True,
-        advice="Compare the weights, noise schedule and temperature of engine and actor.",
-    ),
-    Check(
-        name="log_ppl_abs_diff",
-        title="Difference of the rows' log perplexities",
-        measure=recent_mean("rollout_corr/log_ppl_abs_diff"),
-        sde=HealthyRange(high=5e-3, problem_high=0.05),
-        tokens=HealthyRange(high=0.1, problem_high=1.0),
-        of_densities=True,
-        advice="Compare dtype, quantization, kernels and weights of engine and actor before training on.",
+    *WEIGHT_CHECKS,
+    *checks(
+        (
+            ("rejected", "Rejected samples", rejected),
+            ("veto", "Rows vetoed", recent_max("rollout_corr/rollout_is_veto_fraction")),
+            ("gap_mean", "Mean difference of the log-probs", recent_mean("rollout_corr/logprob_abs_diff_mean")),
+            ("kl", "KL of rollout from training", recent_mean("rollout_corr/kl", away_from=0)),
+            ("k3_kl", "KL, non-negative estimate", recent_mean("rollout_corr/k3_kl")),
+            ("chi2_token", "Chi-squared of single ratios", recent_mean("rollout_corr/chi2_token")),
+            ("chi2_seq", "Chi-squared of whole rows", recent_mean("rollout_corr/chi2_seq")),
+            ("ppl_ratio", "Perplexity, training over rollout", recent_mean("rollout_corr/ppl_ratio", away_from=1)),
+            ("log_ppl_abs_diff", "Difference of the rows' log perplexities", LOG_PERPLEXITY),
+        ),
+        LIMITS,
+        ADVICE,
+        of_densities=OF_DENSITIES,
     ),
 )

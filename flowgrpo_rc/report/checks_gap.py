@@ -1,10 +1,10 @@
 """Checks on the gap between rollout engine and actor, and on its effect on the clip."""
 
+from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 from flowgrpo_rc.gap.safety import CLIP, CLIP_AT_TIMESTEP, ENGINE_GAP, LIMITS, may_calibrate_clip, widen_limit
-from flowgrpo_rc.report.check import Check, Measure, Measurement, against_clip, recent_max, recent_mean, span_words
+from flowgrpo_rc.report.check import Measure, Measurement, against_clip, checks, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import WINDOW, History
 
@@ -104,84 +104,59 @@ def _widen_limit(history: History) -> str:
     return widen_limit(history.mode_for_remedies, fallen_back=history.fallen_back)
 
 
-def shared_check(figure: str, **fields: Any) -> Check:
-    """A check of a figure of ``gap.safety``, with the limits and the remedy of probe and guard.
-
-    It is healthy up to ``costs``, a problem above ``not_safe``.
-    """
-    limit = LIMITS[figure]
-    limits = HealthyRange(high=limit.costs, problem_high=limit.not_safe)
-    return Check(sde=limits, advice=lambda history: f"{history.remedy(figure)}.", **fields)
+def figure_limits(figure: str) -> HealthyRange:
+    """The limits of a figure of ``gap.safety``: healthy up to ``costs``, a problem above ``not_safe``."""
+    return HealthyRange(high=LIMITS[figure].costs, problem_high=LIMITS[figure].not_safe)
 
 
-GAP_CHECKS = (
-    shared_check(CLIP, name="clip_first", title="Clipped before anything is learned", measure=clipped_first),
-    Check(
-        name="gap_vs_clip",
-        title="Gap against the clip band",
-        measure=clip_share("the gap before each update ({metric})", GAP[1], GAP[0]),
-        sde=HealthyRange(high=0.5, problem_high=0.8),
-        tokens=None,
-        advice=calibrate_or_widen,
+def figure_remedy(figure: str) -> Callable[[History], str]:
+    """The remedy for a figure of ``gap.safety``, that of probe and guard."""
+    return lambda history: f"{history.remedy(figure)}."
+
+
+GAP_LIMITS = {
+    "clip_first": figure_limits(CLIP),
+    "gap_vs_clip": (HealthyRange(high=0.5, problem_high=0.8), None),
+    "gap_timestep": (HealthyRange(high=1.0, problem_high=2.0), None),
+    "staleness": (HealthyRange(high=0.5, problem_high=2.0), None),
+    "engine_gap": (figure_limits(ENGINE_GAP), HealthyRange(high=0.1, problem_high=1.0)),
+    "gap_growth": HealthyRange(high=2.0, problem_high=10.0),
+    "gap_outliers": (HealthyRange(high=20.0), None),
+    "float32_deviation": (HealthyRange(high=1e-6, problem_high=1e-4), None),
+    "clip_fraction": HealthyRange(high=0.3, problem_high=0.6),
+    "clip_inert": HealthyRange(high=0.2, problem_high=0.4),
+}
+GAP_ADVICE = {
+    "clip_first": figure_remedy(CLIP),
+    "gap_vs_clip": calibrate_or_widen,
+    "gap_timestep": figure_remedy(CLIP_AT_TIMESTEP),
+    "staleness": "Lower rollout.ahead, adapter_lag or actor.optim.lr, or set rollout_correction.bypass_mode=false.",
+    "engine_gap": figure_remedy(ENGINE_GAP),
+    "gap_growth": "Look for weights that stopped arriving at the engine, or for an adapter that outgrew its precision.",
+    "gap_outliers": "Find the sample or timestep (logprob_abs_diff/ts_*), or reject it with rollout_rs=seq_mean_k1.",
+    "float32_deviation": "Compare noise level, guidance, latents and adapter of rollout and update: they are not the "
+    "same.",
+    "clip_fraction": lambda history: (
+        f"{_widen_limit(history)}, lower actor.optim.lr, or take fewer optimizer steps a batch."
     ),
-    Check(
-        name="gap_timestep",
-        title="Gap at the worst timestep",
-        measure=gap_at_the_worst_timestep,
-        sde=HealthyRange(high=1.0, problem_high=2.0),
-        tokens=None,
-        advice=lambda history: f"{history.remedy(CLIP_AT_TIMESTEP)}.",
+    "clip_inert": lambda history: f"{_widen_limit(history)} or lower actor.optim.lr.",
+}
+BEFORE_UPDATE = clip_share("the gap before each update ({metric})", GAP[1], GAP[0])
+STALENESS = clip_share("the staleness of the engine's adapter", "rollout_sync/staleness_abs_mean")
+PER_DIMENSION = recent_mean("rollout_sync/engine_gap_per_dimension", "rollout_sync/engine_gap_abs_mean")
+GAP_CHECKS = checks(
+    (
+        ("clip_first", "Clipped before anything is learned", clipped_first),
+        ("gap_vs_clip", "Gap against the clip band", BEFORE_UPDATE),
+        ("gap_timestep", "Gap at the worst timestep", gap_at_the_worst_timestep),
+        ("staleness", "Staleness against the clip band", STALENESS),
+        ("engine_gap", "Engine and actor with equal weights", PER_DIMENSION),
+        ("gap_growth", "Growth of the gap", gap_growth),
+        ("gap_outliers", "Outliers of the gap", gap_outliers),
+        ("float32_deviation", "Ratio before an update, float32 on both sides", float32_deviation),
+        ("clip_fraction", "Clipped over all mini-steps", clipped("actor/pg_clipfrac")),
+        ("clip_inert", "Gradients that clipping removed", clipped("actor/pg_clipfrac_inert")),
     ),
-    Check(
-        name="staleness",
-        title="Staleness against the clip band",
-        measure=clip_share("the staleness of the engine's adapter", "rollout_sync/staleness_abs_mean"),
-        sde=HealthyRange(high=0.5, problem_high=2.0),
-        tokens=None,
-        advice="Lower rollout.ahead, adapter_lag or actor.optim.lr, or set rollout_correction.bypass_mode=false.",
-    ),
-    shared_check(
-        ENGINE_GAP,
-        name="engine_gap",
-        title="Engine and actor with equal weights",
-        measure=recent_mean("rollout_sync/engine_gap_per_dimension", "rollout_sync/engine_gap_abs_mean"),
-        tokens=HealthyRange(high=0.1, problem_high=1.0),
-    ),
-    Check(
-        name="gap_growth",
-        title="Growth of the gap",
-        measure=gap_growth,
-        sde=HealthyRange(high=2.0, problem_high=10.0),
-        advice="Look for weights that stopped arriving at the engine, or for an adapter that outgrew its precision.",
-    ),
-    Check(
-        name="gap_outliers",
-        title="Outliers of the gap",
-        measure=gap_outliers,
-        sde=HealthyRange(high=20.0),
-        tokens=None,
-        advice="Find the sample or timestep (logprob_abs_diff/ts_*), or reject it with rollout_rs=seq_mean_k1.",
-    ),
-    Check(
-        name="float32_deviation",
-        title="Ratio before an update, float32 on both sides",
-        measure=float32_deviation,
-        sde=HealthyRange(high=1e-6, problem_high=1e-4),
-        tokens=None,
-        advice="Compare noise level, guidance, latents and adapter of rollout and update: they are not the same.",
-    ),
-    Check(
-        name="clip_fraction",
-        title="Clipped over all mini-steps",
-        measure=clipped("actor/pg_clipfrac"),
-        sde=HealthyRange(high=0.3, problem_high=0.6),
-        advice=lambda history: f"{_widen_limit(history)}, lower actor.optim.lr, or take fewer optimizer steps a batch.",
-    ),
-    Check(
-        name="clip_inert",
-        title="Gradients that clipping removed",
-        measure=clipped("actor/pg_clipfrac_inert"),
-        sde=HealthyRange(high=0.2, problem_high=0.4),
-        advice=lambda history: f"{_widen_limit(history)} or lower actor.optim.lr.",
-    ),
+    GAP_LIMITS,
+    GAP_ADVICE,
 )

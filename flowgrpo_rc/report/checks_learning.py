@@ -7,7 +7,7 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from flowgrpo_rc.gap.safety import CLIP, ENGINE_GAP, REJECTED, ZEROED, remedy
-from flowgrpo_rc.report.check import Check, Measurement, recent_mean, span_words
+from flowgrpo_rc.report.check import Check, Measurement, checks, recent_mean, span_words
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import REWARD, ROLLOUT, History, Series
 
@@ -227,55 +227,42 @@ def _if_rewards_are_slow(history: History) -> str | None:
     )
 
 
+LEARNING_LIMITS = {
+    "reward_fall": HealthyRange(high=0.05, problem_high=0.1),
+    "held_out_fall": HealthyRange(high=0.15, problem_high=0.35),
+    "zero_std_groups": HealthyRange(high=0.5, problem_high=0.9),
+    "grad_jump": HealthyRange(high=10.0, problem_high=100.0),
+    "policy_shift": HealthyRange(high=0.5, problem_high=2.0),
+    "waiting": HealthyRange(high=0.5),
+}
+LEARNING_ADVICE = {
+    "reward_fall": "Stop, go back to the best checkpoint, and see to the findings on the gap and the clip first.",
+    "held_out_fall": "Go back to the best checkpoint, and look at samples from before and after.",
+    "zero_std_groups": "Choose prompts that are neither solved nor hopeless, raise rollout.n, or use a finer reward.",
+    "grad_jump": "Lower actor.optim.lr or actor.grad_clip, and look at the batch of that step.",
+    "policy_shift": "Lower actor.optim.lr, or take fewer optimizer steps a batch.",
+    "waiting": "Give the trainer some of the engines' GPUs; flowgrpo-rc plan --gpus says which split is fastest.",
+}
+GUARD_CHECK = Check(
+    name="guard",
+    title="The guard",
+    measure=guard_alarms,
+    sde=HealthyRange(high=0.0),
+    limits="healthy: quiet, watch: alarms, or fallen back",
+    advice=advice_on_alarms,
+)
 LEARNING_CHECKS = (
-    Check(
-        name="reward_fall",
-        title="Training reward holds",
-        measure=reward_fall,
-        sde=HealthyRange(high=0.05, problem_high=0.1),
-        advice="Stop, go back to the best checkpoint, and see to the findings on the gap and the clip first.",
-    ),
-    Check(
-        name="held_out_fall",
-        title="Held-out reward holds",
-        measure=held_out_fall,
-        sde=HealthyRange(high=0.15, problem_high=0.35),
-        advice="Go back to the best checkpoint, and look at samples from before and after.",
-    ),
-    Check(
-        name="zero_std_groups",
-        title="Groups with equal rewards",
-        measure=recent_mean("reward/zero_std_fraction"),
-        sde=HealthyRange(high=0.5, problem_high=0.9),
-        advice="Choose prompts that are neither solved nor hopeless, raise rollout.n, or use a finer reward.",
-    ),
-    Check(
-        name="grad_jump",
-        title="Jumps of the gradient",
-        measure=gradient_jump,
-        sde=HealthyRange(high=10.0, problem_high=100.0),
-        advice="Lower actor.optim.lr or actor.grad_clip, and look at the batch of that step.",
-    ),
-    Check(
-        name="policy_shift",
-        title="Shift of the policy within a batch",
-        measure=policy_shift,
-        sde=HealthyRange(high=0.5, problem_high=2.0),
-        advice="Lower actor.optim.lr, or take fewer optimizer steps a batch.",
-    ),
-    Check(
-        name="guard",
-        title="The guard",
-        measure=guard_alarms,
-        sde=HealthyRange(high=0.0),
-        limits="healthy: quiet, watch: alarms, or fallen back",
-        advice=advice_on_alarms,
-    ),
-    Check(
-        name="waiting",
-        title="Trainer and engines waiting for each other",
-        measure=waiting,
-        sde=HealthyRange(high=0.5),
-        advice="Give the trainer some of the engines' GPUs; flowgrpo-rc plan --gpus says which split is fastest.",
+    GUARD_CHECK,
+    *checks(
+        (
+            ("reward_fall", "Training reward holds", reward_fall),
+            ("held_out_fall", "Held-out reward holds", held_out_fall),
+            ("zero_std_groups", "Groups with equal rewards", recent_mean("reward/zero_std_fraction")),
+            ("grad_jump", "Jumps of the gradient", gradient_jump),
+            ("policy_shift", "Shift of the policy within a batch", policy_shift),
+            ("waiting", "Trainer and engines waiting for each other", waiting),
+        ),
+        LEARNING_LIMITS,
+        LEARNING_ADVICE,
     ),
 )

@@ -308,7 +308,6 @@ def finite(value: Any) -> float | None:
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The step of every row."""
     steps: list[int] = []
     for row in rows:
         step = finite(row.get("step", row.get("training/global_step")))
