@@ -197,18 +197,14 @@ def render(panel: Panel, history: History) -> str:
     return _data_uri("image/svg+xml", buffer)
 
 
-def picture_uri(path: Path) -> str | None:
-    """A PNG file as a data URI; None if it cannot be read."""
+def picture_uri(path: Path) -> str:
+    """A PNG file as a data URI."""
     from PIL import Image
 
     buffer = io.BytesIO()
-    try:
-        with Image.open(path) as image:
-            image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-            image.save(buffer, format="PNG")
-    # Pillow raises these for a file that is cut off, as one that is being written.
-    except (OSError, SyntaxError, ValueError):
-        return None
+    with Image.open(path) as image:
+        image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+        image.save(buffer, format="PNG")
     return _data_uri("image/png", buffer)
 
 
@@ -216,16 +212,11 @@ def _data_uri(kind: str, content: io.BytesIO) -> str:
     return f"data:{kind};base64,{base64.b64encode(content.getvalue()).decode('ascii')}"
 
 
-def _samples(run: Run) -> list[dict[str, str | None]]:
+def _samples(run: Run) -> list[dict[str, str]]:
     """The first and the last sample grid."""
     titles = ("Before", "Now")[-len(run.samples) :]
     return [
-        {
-            "title": title,
-            "step": path.stem.removeprefix("step_").lstrip("0") or "0",
-            "uri": picture_uri(path),
-            "file": path.name,
-        }
+        {"title": title, "step": path.stem.removeprefix("step_").lstrip("0") or "0", "uri": picture_uri(path)}
         for title, path in zip(titles, run.samples, strict=False)
     ]
 

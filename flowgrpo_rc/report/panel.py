@@ -46,8 +46,6 @@ SETTINGS: Any = {
 }
 # Limits are red in every panel.
 LIMIT_STYLE: dict[str, Any] = {"linestyle": "--", "linewidth": 1.2}
-# Points of a line in a picture, which is some 500 pixels wide; matplotlib takes minutes for a million.
-MOST_POINTS = 1000
 
 
 @dataclass(frozen=True)
@@ -75,27 +73,12 @@ class Line:
 
 
 def running_mean(series: Series) -> Series:
-    """Means over a window that ends at each point, at ``MOST_POINTS`` points or fewer, the last among them."""
+    """Means over a window that ends at each point."""
     # Long runs scatter over more points, so their window is longer.
     window = max(WINDOW, len(series) // 40)
-    # Means at every point would cost the square of the length, as the window grows with it.
-    stride = -(-len(series) // MOST_POINTS)
-    chosen = sorted({0, *range(len(series) - 1, 0, -stride)})
-    means = (series.part(max(0, i - window + 1), i + 1).mean for i in chosen)
-    return Series(series.metric, tuple(series.steps[i] for i in chosen), tuple(means), series.now_from)
-
-
-def thinned(points: Mapping[int, float]) -> dict[int, float]:
-    """``{step: value}`` of ``MOST_POINTS`` points or few more: the ends, and the lowest and highest of each stretch."""
-    if len(points) <= MOST_POINTS:
-        return dict(points)
-    steps = list(points)
-    size = -(-2 * len(steps) // MOST_POINTS)
-    chosen = {steps[0], steps[-1]}
-    for start in range(0, len(steps), size):
-        stretch = steps[start : start + size]
-        chosen |= {min(stretch, key=points.__getitem__), max(stretch, key=points.__getitem__)}
-    return {step: points[step] for step in sorted(chosen)}
+    sums = [0.0, *itertools.accumulate(series.values)]
+    means = ((sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums)))
+    return Series(series.metric, series.steps, tuple(means), series.now_from)
 
 
 @dataclass(frozen=True)
@@ -160,7 +143,6 @@ class Panel:
         for line, series in logged:
             # A logarithmic scale cannot show zeros, and a line of zeros alone needs no legend entry.
             points = {step: v for step, v in zip(series.steps, series.values, strict=True) if v > 0 or not logarithmic}
-            points = thinned(points)
             if points:
                 # A line through one or two points is hard to see without markers.
                 style = {"marker": "o" if len(points) < 3 else None, "color": line.color, **line.style}

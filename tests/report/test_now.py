@@ -193,3 +193,13 @@ def test_scorers_that_only_look_have_a_panel():
     assert "jpeg from -3" in says
     assert panel(title, History(rows(20, **{"reward/ocr": 0.25, "val__reward/ocr": lambda step: 0.5}))) is None
     assert panel(title, History([{"step": 0, "val/reward/ocr": 0.5}])) is None
+
+
+@pytest.mark.parametrize("count", [40, 5_000])
+def test_a_smoothed_line_ends_in_the_mean_of_its_last_window(count):
+    history = History(rows(count, reward__mean=lambda step: float(step)), settings())
+    panel = logged_panels(history)[0]
+    smooth = next(series for line, series in panel.logged(history) if line.smooth)
+    window = max(10, count // 40)
+    assert smooth.values[-1] == pytest.approx(count - (window - 1) / 2)
+    assert (smooth.values[0], smooth.span) == (1.0, (1, count))

@@ -98,16 +98,10 @@ def test_settings_of_another_kind_count_as_unknown(run, content):
     assert read_run(run).history.configured_mode is None
 
 
-def test_a_wide_picture_is_shown_smaller_and_a_damaged_one_is_not(tmp_path):
+def test_a_wide_picture_is_shown_smaller(tmp_path):
     path = tmp_path / "step_1.png"
     Image.new("RGB", (LONGEST_SIDE * 4, 40)).save(path)
-    uri = picture_uri(path)
-    assert uri is not None
-    assert len(uri) < 100_000
-    Image.effect_noise((300, 300), 50).save(path)
-    path.write_bytes(path.read_bytes()[:5000])
-    assert picture_uri(path) is None
-    assert picture_uri(tmp_path / "gone.png") is None
+    assert len(picture_uri(path)) < 100_000
 
 
 @pytest.mark.usefixtures("unfigured")
