@@ -1,8 +1,6 @@
 """The command ``flowgrpo-rc plan``: memory and time of a configuration, before anything is loaded."""
 
 import argparse
-import math
-from contextlib import suppress
 from typing import Any
 
 from flowgrpo_rc.cli.arguments import add_command, add_configuration
@@ -29,7 +27,7 @@ def add_plan(commands: Any) -> None:
     )
     command.add_argument(
         "--reward-seconds",
-        type=_seconds,
+        type=float,
         default=0.0,
         metavar="S",
         help="seconds that the rewards of a batch take after its images are drawn; GPUs that take turns idle then, "
@@ -72,14 +70,6 @@ def _check_processes(config: Any, count: int) -> None:
 
     config.check_processes(count)
     check_division(config.actor_rollout_ref.actor.fsdp_config, count, count)
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(text) < math.inf:
-            return float(text)
-    # argparse reports this error with the option's name.
-    raise argparse.ArgumentTypeError(f"got {text!r:.80}; give seconds, 0 or more")
 
 
 def _divides(config: Any, count: int) -> bool:

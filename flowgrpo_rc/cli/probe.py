@@ -37,10 +37,11 @@ def add_probe(commands: Any) -> None:
     )
     add_configuration(command)
     command.add_argument(
-        "--images", default=16, help="images at every place of the SDE window, to start with (%(default)s)"
+        "--images", type=int, default=16, help="images at every place of the SDE window, to start with (%(default)s)"
     )
     command.add_argument(
         "--max-images",
+        type=int,
         help="images to end with at most, if fewer leave open on which side of its limit a share is "
         f"({MAX_FACTOR} times --images); give --images again to stop there",
     )
@@ -87,22 +88,13 @@ def run_command(arguments: argparse.Namespace) -> int:
 def _image_counts(arguments: argparse.Namespace) -> tuple[int, int]:
     """Numbers of images at every place of the window: to start with, and to end with at most."""
     # Checked before the model loads.
-    images = _number("--images", arguments.images)
-    most = min(MAX_FACTOR * images, MOST_IMAGES)
-    if arguments.max_images is not None:
-        most = _number("--max-images", arguments.max_images)
+    images = arguments.images
+    most = min(MAX_FACTOR * images, MOST_IMAGES) if arguments.max_images is None else arguments.max_images
     if not 2 <= images <= MOST_IMAGES:
         raise ValueError(f"--images: got {images}; give 2 to {MOST_IMAGES} images a window place")
     if not images <= most <= MOST_IMAGES:
         raise ValueError(f"--max-images: got {most}; give a number from --images, {images}, to {MOST_IMAGES}")
     return images, most
-
-
-def _number(option: str, value: Any) -> int:
-    try:
-        return int(value)
-    except ValueError as error:
-        raise ValueError(f"{option}: got {value!r}; give a whole number") from error
 
 
 def report(result: Any) -> str:

@@ -5,7 +5,6 @@ Needs numpy, pillow, uvicorn and starlette, and the imports of the function itse
 
 import argparse
 import ast
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -85,8 +84,6 @@ def _reward(arguments: argparse.Namespace) -> RewardMix:
         ValueError: it cannot be served; names the option and what to do.
         ImportError: it is a built-in reward whose packages are not installed.
     """
-    if not 0 < arguments.timeout < math.inf:
-        raise ValueError(f"--timeout: got {arguments.timeout}; give seconds above 0")
     try:
         if arguments.reward is not None:
             section = _section(arguments.reward, arguments.overrides)
@@ -100,7 +97,8 @@ def _reward(arguments: argparse.Namespace) -> RewardMix:
         reward = build_reward(RewardConfig(custom_reward_function=custom, timeout_s=arguments.timeout))
     except ValueError as error:
         # The error names fields of a run's configuration, and the command's options have their names.
-        raise ValueError(str(error).replace("reward.custom_reward_function.", "--")) from error
+        text = str(error).replace("reward.custom_reward_function.", "--").replace("reward.timeout_s", "--timeout")
+        raise ValueError(text) from error
     # Only functions of verl-omni's form take tensors.
     if isinstance(reward.functions[arguments.name], PerImageReward) and find_spec("torch") is None:
         raise ValueError(

@@ -182,16 +182,6 @@ LOG_CHECK = Check(
 )
 
 
-def advice_on_alarms(history: History) -> str:
-    """The alarm's own remedy; with a plain clip band in bypass mode and a guard that only warns, the usual ones."""
-    mode = history.mode_for_remedies
-    plain = mode.diffusion_loss.clip_ratio != "auto" and not mode.diffusion_loss.has_sides
-    clips = mode.limits_the_gap and mode.objective.clips_plain_ratio and not history.fallen_back
-    usual = clips and plain and mode.rollout_correction.guard != "fallback"
-    more = ": widen clip_ratio or set it to auto, or set guard=fallback" if usual else ""
-    return f"Do what the alarm said{more}."
-
-
 # Steps that the check on waiting needs: in the first, nothing has been drawn ahead yet.
 ENOUGH_AHEAD = 4
 
@@ -249,7 +239,7 @@ GUARD_CHECK = Check(
     measure=guard_alarms,
     sde=HealthyRange(high=0.0),
     limits="healthy: quiet, watch: alarms, or fallen back",
-    advice=advice_on_alarms,
+    advice="Do what the alarm said.",
 )
 LEARNING_CHECKS = (
     GUARD_CHECK,

@@ -38,9 +38,3 @@ def check_health(
     history = History(rows, config, broken_lines)
     found = [finding for check in CHECKS if (finding := check.run(history)) is not None]
     return sorted(found, key=lambda finding: -LEVELS.index(finding.level))
-
-
-def not_checked(findings: Sequence[Finding]) -> list[Check]:
-    """The checks that had nothing to measure."""
-    done = {finding.check for finding in findings}
-    return [check for check in CHECKS if check.name not in done]

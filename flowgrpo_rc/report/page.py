@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.report.finding import OK, PROBLEM, WATCH, Finding, number, worst
-from flowgrpo_rc.report.health import check_health, not_checked
+from flowgrpo_rc.report.health import CHECKS, check_health
 from flowgrpo_rc.report.history import LOSS, ROLLOUT, History, finite
 from flowgrpo_rc.report.panel import SETTINGS, Panel, draw_panel
 from flowgrpo_rc.report.panels import logged_panels
@@ -78,7 +78,7 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
         key_numbers=key_numbers(history),
         findings=findings,
         trouble=[finding for finding in findings if finding.level != OK],
-        not_checked=[check.title for check in not_checked(findings)],
+        not_checked=[check.title for check in CHECKS if check.name not in {finding.check for finding in findings}],
         settings=settings(history),
         history=history,
         run=run,

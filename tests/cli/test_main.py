@@ -249,7 +249,7 @@ def test_head_ends_its_reading_and_not_the_run(tmp_path):
 
 def test_overrides_stand_before_between_and_after_options():
     arguments = module._parse(["probe", "a=1", "--images", "8", "b=2", "--out", "folder", "c=3"])
-    assert (arguments.overrides, arguments.images, str(arguments.out)) == (["a=1", "b=2", "c=3"], "8", "folder")
+    assert (arguments.overrides, arguments.images, str(arguments.out)) == (["a=1", "b=2", "c=3"], 8, "folder")
 
 
 def test_help_lists_the_commands_and_the_version_is_shown(capsys):
@@ -269,6 +269,7 @@ def test_help_lists_the_commands_and_the_version_is_shown(capsys):
         (["train", "a=1", "--sead", "3"], "unrecognized arguments: --sead 3; see flowgrpo-rc --help"),
         (["explain-config", "a=1", "--b"], "unrecognized arguments: --b; see flowgrpo-rc --help"),
         (["report"], "the following arguments are required: RUN_DIR; see flowgrpo-rc report --help"),
+        (["probe", "--images", "many"], "argument --images: invalid int value: 'many'"),
         (["trian"], "argument COMMAND: invalid choice: 'trian'"),
     ],
 )
