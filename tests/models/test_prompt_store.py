@@ -64,6 +64,10 @@ def alone(index=0, count=1, wait=lambda: None):
     )
 
 
+def opened(folder, loader):
+    return open_store(str(folder), loader.model, "float32")
+
+
 @pytest.fixture
 def loads(monkeypatch):
     """The names of the networks that are read from their files, in order."""
@@ -154,12 +158,12 @@ def test_a_family_that_instructs_prompts_is_told_which_are_negative():
 
 def test_prompts_of_training_validation_and_guidance_are_encoded_once(tmp_path, loads):
     loader = PipelineLoader(TINY)
-    store = open_store(str(tmp_path), loader.model, "float32")
+    store = opened(tmp_path, loader)
     sets = [of("one", "two"), of("two", "three", true_cfg_scale=2.0)]
     first = fill_store(loader.model, store, sets, alone())
     assert (first.prompts, first.encoded) == (4, 4)  # with " ", the negative prompt
     assert loads == ["text_encoder"]
-    again = open_store(str(tmp_path), loader.model, "float32")
+    again = opened(tmp_path, loader)
     second = fill_store(loader.model, again, sets, alone())
     assert (second.prompts, second.encoded, second.size) == (4, 0, first.size)
     assert loads == ["text_encoder"]
@@ -174,14 +178,14 @@ def test_prompts_of_training_validation_and_guidance_are_encoded_once(tmp_path, 
 def test_damaged_prompts_are_encoded_anew(tmp_path):
     loader = PipelineLoader(TINY)
     sets = [of("one", "two")]
-    fill_store(loader.model, open_store(str(tmp_path), loader.model, "float32"), sets, alone())
+    fill_store(loader.model, opened(tmp_path, loader), sets, alone())
     (file,) = tmp_path.glob("prompts-*.safetensors")
     damage.cut(file, 0.9)
-    store = open_store(str(tmp_path), loader.model, "float32")
+    store = opened(tmp_path, loader)
     with pytest.warns(UserWarning, match=rf"{file.name} is damaged .*; its prompts are encoded anew"):
         filled_again = fill_store(loader.model, store, sets, alone())
     assert filled_again.encoded == 2
-    assert fill_store(loader.model, open_store(str(tmp_path), loader.model, "float32"), sets, alone()).encoded == 0
+    assert fill_store(loader.model, opened(tmp_path, loader), sets, alone()).encoded == 0
 
 
 def test_processes_share_the_work_and_then_all_read(tmp_path):
@@ -189,7 +193,7 @@ def test_processes_share_the_work_and_then_all_read(tmp_path):
     barrier = threading.Barrier(2, timeout=120)
     sets = [of(*(f"prompt number {i}" for i in range(7)))]
     loaders = [PipelineLoader(TINY) for _ in range(2)]
-    stores = [open_store(str(tmp_path), loader.model, "float32") for loader in loaders]
+    stores = [opened(tmp_path, loader) for loader in loaders]
     for loader in loaders:  # transformers does not load in two threads at a time
         loader.read_text_encoders()
     done = {}
@@ -250,7 +254,7 @@ def test_prompts_need_no_transformer(name, request, tmp_path, loads):
     """Embeddings made before the transformer is read are those of the whole model."""
     path = TINY if name == "tiny" else request.getfixturevalue(name)
     loader = PipelineLoader(path)
-    store = open_store(str(tmp_path), loader.model, "float32")
+    store = opened(tmp_path, loader)
     fill_store(loader.model, store, [of("one two", "three")], alone())
     assert "transformer" not in loads
     stored = PromptEncoder(loader.load(), 64, store)(["three", "one two"])

@@ -11,6 +11,7 @@ from tests_support import recorded, untimed
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.rewards import RewardError, RewardMix, RewardResult
+from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
 from flowgrpo_rc.trainer.scoring import names_of_all
 
@@ -204,18 +205,23 @@ class Started:
         self.ended += 1
 
 
-@pytest.mark.parametrize("what", ["prompts", "observers", "processes"])
-def test_a_run_that_is_refused_ends_its_rewards(small_config, tmp_path, monkeypatch, what):
+@pytest.mark.parametrize("what", ["prompts", "observers", "processes", "actor"])
+def test_a_run_that_is_refused_ends_its_rewards_and_its_engine(small_config, tmp_path, monkeypatch, what):
+    """Their processes hold GPUs, and a program that catches the error goes on."""
+
     def refuse(*_, **__):
         raise ValueError(f"refused {what}")
+
+    closed = []
+    monkeypatch.setattr(DiffusersEngine, "close", lambda engine: closed.append(engine))
 
     trained, looking = Started(refuses=what == "prompts"), Started()
     monkeypatch.setattr(setup, "build_reward", lambda _: RewardMix({"a": trained}, {"a": 1.0}, builtin=["a"]))
     monkeypatch.setattr(setup, "build_observers", lambda *_: RewardMix({"b": looking}, {"b": 0.0}, builtin=["b"]))
-    if what == "observers":
-        monkeypatch.setattr(setup, "build_observers", refuse)
-    if what == "processes":
-        monkeypatch.setattr(setup, "make_accelerator", refuse)
+    makes = {"observers": "build_observers", "processes": "make_accelerator", "actor": "DiffusionActor"}
+    if what in makes:
+        monkeypatch.setattr(setup, makes[what], refuse)
     with pytest.raises(ValueError, match=f"refused {what}"):
         setup.Run(small_config(), str(tmp_path))
     assert (trained.ended, looking.ended) == (1, 0 if what == "observers" else 1)
+    assert len(closed) == (what == "actor")
