@@ -1,14 +1,13 @@
 """What only a GPU can show: the same run on CUDA, in float32 and bfloat16. ``make gpu`` runs these."""
 
 import math
-import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from tests_support import overrides_of, run_process
+from tests_support import TORCHRUN, overrides_of, run_process
 
 from flowgrpo_rc import DiffusionActorConfig, apply_rollout_correction_to_diffusion_batch, diffusion_loss
 from flowgrpo_rc.actor import DiffusionActor, DiffusionLossConfig
@@ -261,11 +260,10 @@ def test_a_profile_has_the_gpus_kernels(small_config):
 @pytest.mark.parametrize("more", [(), ("actor_rollout_ref.actor.fsdp_config.param_offload=true",)])
 def test_a_sharded_run_equals_a_whole_one(tmp_path, more):
     """Two processes over NCCL, each with half of the frozen weights, on the GPU or on the host."""
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     settings = (*ON_GPU, "actor_rollout_ref.rollout.dtype=float32", "trainer.resume_mode=disable")
     for name, sharding in (("whole", ()), ("sharded", ("actor_rollout_ref.actor.fsdp_config.shard=true", *more))):
         overrides = overrides_of(tmp_path / name, *settings, *sharding)
-        done = run_process(*command, "-m", "flowgrpo_rc.cli.main", "demo", *overrides)
+        done = run_process(*TORCHRUN, "-m", "flowgrpo_rc.cli.main", "demo", *overrides)
         assert done.returncode == 0, done.stderr[-3000:]
     whole, sharded = (RunFolder(tmp_path / name).rows()[-1] for name in ("whole", "sharded"))
     for name in ("reward/mean", "actor/loss", "actor/grad_norm"):
