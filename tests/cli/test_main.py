@@ -98,40 +98,6 @@ def test_the_demo_script(tmp_path):
     assert "before_after.png" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen_image", "sd35_medium"])
-def test_the_full_size_script_with_the_tiny_model(tmp_path, tiny_sd3_path, family):
-    """Every override of the real script stays; the model, sizes and two steps are substituted on top."""
-    lines = "".join(f'a sign that says "{n:02d}"\n' for n in range(8))
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.txt").write_text(lines)
-    assert main(["prepare-data", "ocr", "--input", str(tmp_path), "--output", str(tmp_path / "data")]) == 0
-    substitutes = (
-        "data.train_batch_size=4",
-        "data.val_max_samples=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.rollout.pipeline.height=32",
-        "actor_rollout_ref.rollout.pipeline.width=32",
-        "actor_rollout_ref.rollout.val_kwargs.pipeline.num_inference_steps=10",
-        "trainer.total_training_steps=2",
-        "trainer.device=cpu",
-    )
-    script = EXAMPLES / f"run_{family}_ocr_lora_rollout_corr.sh"
-    done = run(
-        *("bash", script, *substitutes),
-        cwd=tmp_path,
-        MODEL="asset:tiny_qwen_image" if family == "qwen_image" else tiny_sd3_path,
-        DATA=str(tmp_path / "data"),
-        OUTPUTS=str(tmp_path / "out"),
-        NUM_GPUS="1",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    root = tmp_path / "out" / "flow_grpo" / f"{family}_ocr_lora_rollout_corr"
-    assert len((root / "metrics.jsonl").read_text().splitlines()) == 3
-    assert list(root.rglob("events.out.tfevents.*"))
-
-
 class Unknown(Exception):
     """One that nothing here knows."""
 

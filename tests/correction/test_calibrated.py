@@ -1,5 +1,7 @@
 """``rollout_rs_threshold=auto``: every row is rejected by its own bound, and everything else is as with numbers."""
 
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -68,9 +70,7 @@ def test_one_bound_for_all_is_a_number(option, bound, masked):
     """Weights, mask and every metric."""
     l, rollout = gaps(), torch.randn(40, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)  # noqa: E741
     mask = torch.rand(40, 3, generator=torch.Generator().manual_seed(2)) > 0.3 if masked else None
-    threshold = (
-        f"{torch.tensor(-bound).double().exp()}_{torch.tensor(bound).double().exp()}" if "k1" in option else bound
-    )
+    threshold = f"{math.exp(-bound)}_{math.exp(bound)}" if "k1" in option else bound
     fixed = compute_rollout_correction(rollout + l, rollout, mask, config=config(option, threshold))
     bounds = torch.full((40,), bound, dtype=torch.float64)
     auto = compute_rollout_correction(rollout + l, rollout, mask, config=config(option), rs_bounds=bounds)
@@ -121,14 +121,8 @@ def test_errors_name_what_is_missing():
         config("seq_mean_k1,seq_max_k2", "auto,0.1")
     with pytest.raises(ValueError, match="have no common mean"):
         config(rollout_is_batch_normalize=True)
-    for name, value in (
-        ("share", 0.0),
-        ("share", 1e-5),
-        ("share", 1.0),
-        ("min", -1.0),
-        ("max", 1e-9),
-        ("share", float("nan")),
-    ):
+    shares = [("share", wrong) for wrong in (0.0, 1e-5, 1.0, torch.nan)]
+    for name, value in (*shares, ("min", -1.0), ("max", 1e-9)):
         with pytest.raises(ValueError, match=f"rollout_rs_auto_{name}"):
             config(**{f"rollout_rs_auto_{name}": value})
 

@@ -1,4 +1,4 @@
-"""What must hold whatever the numbers are: identities, dtypes and layouts, and the edges of the input range."""
+"""What must hold whatever the numbers are: identities, dtypes, digits, and the edges of the input range."""
 
 import math
 
@@ -217,3 +217,45 @@ def test_all_weights_zero():
     assert not result.weights.any()
     assert result.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
     assert result.metrics["rollout_corr/rollout_is_oob_ratio"] == 1.0
+
+
+# Digits, devices.
+
+
+@pytest.mark.portable
+@pytest.mark.parametrize(("dtype", "ulps"), [(torch.float32, 2.0), (torch.float64, 2.0)])
+def test_exponentials_are_exact_to_their_last_digits(dtype, ulps):
+    """Against ``math``, in double: weights, and the mean k3 of one element, which is ``expm1(l) - l``."""
+    tiny = torch.tensor([1e-7, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.34657, 0.34658, 0.5, 1.0, 2.0], dtype=torch.float64)
+    l = torch.cat([torch.linspace(-20, 20, 4001, dtype=torch.float64), tiny, -tiny]).to(dtype)  # noqa: E741
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1e30)
+    weights = compute_rollout_correction(l, torch.zeros_like(l), config=config).weights
+    eps = torch.finfo(dtype).eps
+    for x, w in zip(l.tolist(), weights.tolist(), strict=True):
+        assert w == pytest.approx(math.exp(x), rel=ulps * eps, abs=0)
+    for x in tiny.to(dtype).tolist():
+        one = torch.tensor([x], dtype=dtype)
+        k3 = compute_rollout_correction(one, torch.zeros_like(one), config=config).metrics["rollout_corr/k3_kl"]
+        series = sum(x**n / math.factorial(n) for n in range(2, 30))  # of small x more exact than expm1(x) - x
+        # In float32 it comes from float64 and is exact; in float64 it is a difference of numbers of the size of x.
+        rounding = 0 if dtype == torch.float32 else eps * abs(x)
+        assert k3 == pytest.approx(series, rel=20 * eps, abs=rounding)
+
+
+def test_a_long_row_s_sums_are_exact():
+    """A float32 sum of 1e5 elements."""
+    generator = torch.Generator().manual_seed(0)
+    p = -5.0 - torch.rand(2, 100_003, generator=generator)
+    q = p - 1e-3 * torch.rand(2, 100_003, generator=generator)
+    metrics = compute_rollout_correction(p, q, config=EVERY[0]).metrics
+    assert metrics["rollout_corr/kl"] == pytest.approx(-(p - q).double().mean().item(), rel=2e-7)
+    assert metrics["rollout_corr/training_log_ppl"] == pytest.approx(-p.double().mean().item(), rel=2e-7)
+    assert metrics["rollout_corr/logprob_abs_diff_max"] == (p - q).abs().max().item()
+
+
+def test_tensors_on_two_devices_are_refused():
+    p, q, mask = reference.random_case(2, 4, 3)
+    with pytest.raises(ValueError, match="log_prob is on cpu, but rollout_log_prob is on meta"):
+        compute_rollout_correction(p, q.to("meta"), mask, config=EVERY[0])
+    with pytest.raises(ValueError, match="but mask is on meta"):
+        compute_rollout_correction(p, q, mask.to("meta"), config=EVERY[0])

@@ -321,9 +321,8 @@ def _tensors(values) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("shape", [(12, 2), (6, 300), (40, 4000)])
 @pytest.mark.parametrize("config", [EVERYTHING, RolloutCorrectionConfig(), RolloutCorrectionConfig.geo_rs()])
-def test_one_transfer_per_call(config, shape, monkeypatch):
+def test_one_transfer_per_call(config, shape):
     # As on an accelerator, where looking whether the mask has a gap would be a transfer.
-
     p, q, mask = reference.random_case(2, *shape, dtype=torch.float32)
     timesteps = torch.full(shape, 500.0)
     compute_rollout_correction(p, q, mask, config=config)
@@ -379,8 +378,9 @@ def test_small_weights_keep_their_figures_in_float32(shift, level):
 )
 def test_slime_names(level, mode, threshold, lower, upper):
     p, q, mask = reference.random_case(8, 10, 6)
-    ratios, valid = reference.log_ratios(p, q), reference.valid_table(mask, p)
-    weights = reference.importance(ratios, valid, level, mode, lower, upper, True)
+    valid = reference.valid_table(mask, p)
+    form = {"level": level, "mode": mode, "lower": lower, "upper": upper, "batch_normalize": True}
+    weights = reference.importance(reference.log_ratios(p, q), valid, **form)
     result = compute_rollout_correction_and_rejection_mask(
         p,
         q,
@@ -391,35 +391,24 @@ def test_slime_names(level, mode, threshold, lower, upper):
         rollout_is_batch_normalize=True,
         rollout_token_veto_threshold=0.5,
     )
-    plain = {k.removeprefix("rollout_corr/"): v for k, v in reference.metrics(p, q, mask).items()}
+    defined = reference.metrics(p, q, mask, weights=weights, veto_threshold=0.5, **form)
+    plain = {k.removeprefix("rollout_corr/"): v for k, v in defined.items()}
+    shared = ("training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl", "kl", "k3_kl")
     raw = reference.flat(weights.raw, valid)
-    vetoed = reference.veto(ratios, valid, 0.5)
-    expected = {
-        f"mismatch_{name}": plain[name]
-        for name in (
-            *("training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl", "kl", "k3_kl"),
-            *("log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio"),
-        )
+    expected = {f"mismatch_{n}": plain[n] for n in (*shared, "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio")}
+    expected |= {
+        "train_rollout_logprob_abs_diff": plain["logprob_abs_diff_mean"],
+        "mis_mean_is_weight_before_clip": reference.mean(raw),
+        "mis_ratio_mean_after_mis": plain["rollout_is_mean"],
+        "mis_batch_norm_factor": plain["rollout_is_batch_norm_factor"],
+        "mis_catastrophic_token_fraction": plain["rollout_is_catastrophic_token_fraction"],
+        "mis_catastrophic_seq_fraction": plain["rollout_is_veto_fraction"],
+        "ois": 1.25,
     }
-    expected.update(
-        train_rollout_logprob_abs_diff=plain["logprob_abs_diff_mean"],
-        mis_mean_is_weight_before_clip=reference.mean(raw),
-        mis_ratio_mean_after_mis=reference.mean(reference.flat(weights.applied, valid)),
-        mis_batch_norm_factor=weights.factor,
-        mis_catastrophic_token_fraction=reference.mean(
-            [float(x < math.log(0.5)) for x in reference.flat(ratios, valid)]
-        ),
-        mis_catastrophic_seq_fraction=reference.mean(
-            [float(v) for v, ok in zip(vetoed, valid, strict=True) if any(ok)]
-        ),
-        ois=1.25,
-    )
-    high, low = (
-        reference.mean([float(f) for f in flags]) for flags in ([w > upper for w in raw], [w < lower for w in raw])
-    )
+    high, low = (reference.mean([float(w > upper) for w in raw]), reference.mean([float(w < lower) for w in raw]))
     if mode == "truncate":
         expected["mis_truncate_fraction"] = high
     else:
-        expected[f"mis_{mode}_fraction_low"], expected[f"mis_{mode}_fraction_high"] = low, high
+        expected |= {f"mis_{mode}_fraction_low": low, f"mis_{mode}_fraction_high": high}
     _assert_metrics(slime_metrics(result, ppo_ratio_mean=1.25), expected)
     assert slime_metrics(result.moments) == {k: v for k, v in slime_metrics(result).items() if k != "ois"}

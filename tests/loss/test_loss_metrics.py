@@ -59,39 +59,6 @@ def test_by_hand():
     assert list(metrics) == list(expected)
 
 
-def test_by_hand_with_padding_and_dual_clip():
-    """Valid ratios 1.5, 1.8, 1.8, .5 with A = 1, 1, -1, 1, a rejected one, and padding with an advantage of NaN.
-
-    Of five: higher three, lower one; inert 1.5 and 1.8 with A > 0, and the dual-clipped 1.8 with A < 0.
-    """
-    log_ratio = torch.log(tensor(1.5, 1.8, 1.8, 0.5, 1.0, 1.0))
-    keep = torch.tensor([True, True, True, True, False, False])
-    valid = torch.tensor([True, True, True, True, True, False])
-    advantages = tensor(1.0, 1.0, -1.0, 1.0, -1.0, math.nan)
-    made = metrics_of(log_ratio, advantages, keep, denominator=2, valid=valid, dual_clip=1.7)
-    metrics = made.compute()
-    expected = {
-        "actor/pg_loss": 0.5,
-        "actor/kept_fraction": 0.8,
-        "actor/pg_clipfrac": 0.8,
-        "actor/pg_clipfrac_higher": 0.6,
-        "actor/pg_clipfrac_lower": 0.2,
-        "actor/pg_clipfrac_inert": 0.6,
-        "actor/pg_clipfrac_dual": 0.2,
-        "actor/ratio_mean": (1.5 + 1.8 + 1.8 + 0.5 + 1.0) / 5,
-        "actor/ratio_min": 0.5,
-        "actor/ratio_max": 1.8,
-    }
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert (made + made).compute() == pytest.approx(metrics)
-    # a micro-batch of padding alone changes nothing, and by itself has ratios of 1
-    zeros, nothing = torch.zeros(3, dtype=F64), torch.zeros(3, dtype=torch.bool)
-    empty = metrics_of(zeros, zeros, nothing, loss_sum=0.0, denominator=0, valid=nothing, dual_clip=1.7)
-    assert (made + empty).compute() == metrics == (empty + made).compute()
-    ones = {"actor/ratio_mean", "actor/ratio_min", "actor/ratio_max"}
-    assert empty.compute() == {name: 1.0 if name in ones else 0.0 for name in metrics}
-
-
 def test_the_extremes_are_those_of_valid_elements():
     """Ratios 1.5 and 1.2: padding, as ratio 1, is not the smallest."""
     valid = torch.tensor([True, True, False])

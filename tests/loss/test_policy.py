@@ -1,4 +1,4 @@
-"""Policy-gradient terms: hand-worked tables, a slow float64 loop, gradients, and what rejected elements may hold."""
+"""Policy-gradient terms: hand-worked tables, equal policies, the safety bound."""
 
 import math
 
@@ -15,14 +15,6 @@ BAND = {"clip_low": 0.1, "clip_high": 0.3}  # ratios in [.9, 1.3]: a swapped or 
 
 def draw(seed, shape, scale=1.0):
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
-
-
-def random_terms(seed, shape):
-    """`log_prob, old_log_prob, advantages, weights, keep`: half of the ratios outside the band, a third rejected."""
-    old = draw(seed, shape)
-    weights = draw(seed + 1, shape).exp()
-    keep = draw(seed + 2, shape) < 0.4
-    return old + draw(seed + 3, shape, 0.3), old, draw(seed + 4, shape), weights, keep
 
 
 def slopes(terms, log_prob):
@@ -111,7 +103,8 @@ def test_reinforce_by_hand():
 
 
 def test_equal_policies_give_minus_the_advantage_and_the_slope_of_reinforce():
-    _, old, advantages, weights, keep = random_terms(5, (6, 2))
+    old, advantages = draw(5, (6, 2)), draw(9, (6, 2))
+    weights, keep = draw(6, (6, 2)).exp(), draw(7, (6, 2)) < 0.4
     log_prob = old.clone().requires_grad_()
     terms = ppo_clip(log_prob, old, advantages, **BAND)
     assert_close(terms.loss.detach(), -advantages, rtol=0, atol=0)

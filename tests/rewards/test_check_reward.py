@@ -73,7 +73,6 @@ def test_a_right_reward_passes(check):
         ("closeness(images[..., ::-1], prompts)", {"red and blue"}),
         # Upside down: the wrong prompts win everywhere.
         ("1 - closeness(images, prompts)", {"order", "twice as large", "red and blue"}),
-        # The same for every prompt.
         # Scores of a batch are handed out in the wrong order, which a batch read backwards shows.
         ("closeness(images, prompts)[np.arange(len(images)) // 2 * 2]", {"neighbours"}),
         # Only the upper left quarter of a large picture is looked at.

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from reward_files import METADATA, write
 from test_reward_run import TINY
-from tests_support import rows_of, wait_until
+from tests_support import alive, rows_of, wait_until
 
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rewards import RewardConfig, build_reward
@@ -47,7 +47,7 @@ def notes(tmp_path, monkeypatch):
     yield tmp_path / "notes.jsonl"
     for note in read(tmp_path / "notes.jsonl"):
         for pid, words in ((note["pid"], str(folder)), (note["worker"], "time.sleep(600)")):
-            if is_alive(pid) and words in Path(f"/proc/{pid}/cmdline").read_text():
+            if alive(pid) and words in Path(f"/proc/{pid}/cmdline").read_text():
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -63,16 +63,8 @@ def config(**reward_model):
     )
 
 
-def is_alive(pid):
-    """Whether the process runs; one that has ended and that nobody has asked about does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def assert_ends(*pids):
-    wait_until(lambda: not any(map(is_alive, pids)))
+    wait_until(lambda: not any(map(alive, pids)))
 
 
 def test_the_judge_asks_the_server_that_the_run_has_started(notes, tmp_path, capsys):
@@ -154,7 +146,7 @@ def test_however_the_process_ends_the_server_does_too(notes, after, number, code
         assert run.stdout.readline() == b"built\n"
         (note,) = read(notes)
         if number is not None:
-            assert is_alive(note["worker"])
+            assert alive(note["worker"])
             run.send_signal(number)
         assert run.wait(30) == code
     assert_ends(note["pid"], note["worker"])

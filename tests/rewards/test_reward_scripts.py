@@ -1,4 +1,4 @@
-"""The full-size scripts with learned rewards, each run for a step with the tiny model and tiny scorers in their place.
+"""The full-size scripts, each run for a step or two with the tiny model and tiny scorers in their place.
 
 Every setting of the real script stays; what is substituted comes on top, as a user's own overrides do.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from fake_judge import FakeJudge
 from tests_support import run_process
+
+from flowgrpo_rc.cli.main import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "flowgrpo_trainer"
 SMALL = (
@@ -44,6 +46,20 @@ def rows_of(name, tmp_path, model, *overrides, **environment):
     assert done.returncode == 0, done.stderr[-3000:]
     rows = (tmp_path / "out" / "flow_grpo" / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(row) for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen_image", "sd35_medium"])
+def test_ocr_on_the_prompts_of_a_prepared_folder(tmp_path, tiny_sd3_path, family):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.txt").write_text("".join(f'a sign that says "{n:02d}"\n' for n in range(8)))
+    assert main(["prepare-data", "ocr", "--input", str(tmp_path), "--output", str(tmp_path / "data")]) == 0
+    model = "asset:tiny_qwen_image" if family == "qwen_image" else str(tiny_sd3_path)
+    more = ("trainer.total_training_steps=2", "trainer.logger=[console,tensorboard]")
+    name = f"{family}_ocr_lora_rollout_corr"
+    rows = rows_of(name, tmp_path, model, *more, DATA=str(tmp_path / "data"), TRAIN="", VAL="")
+    assert len(rows) == 3
+    assert list((tmp_path / "out" / "flow_grpo" / name).rglob("events.out.tfevents.*"))
 
 
 @pytest.mark.slow

@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
-from tests_support import wait_until
+from tests_support import alive, wait_until
 
 from flowgrpo_rc.processes import RemoteObject
 from flowgrpo_rc.rewards import OCRConfig, OCRReward, RewardConfig, RewardError, build_reward
@@ -105,13 +104,3 @@ def test_they_end_with_the_trainer(how: str) -> None:
 
 def pids_of(reward: WorkerReward) -> list[int]:
     return [worker.pid for worker in reward.workers]
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # A child that nobody has waited for is still listed.
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
