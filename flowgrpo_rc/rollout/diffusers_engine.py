@@ -79,7 +79,9 @@ class DiffusersEngine:
         # A shared transformer has one attention backend, and the actor sets it.
         same_attention = (attn_backend or NATIVE) == (lora.attn_backend or NATIVE)
         # Every difference in precision or kernels needs weights of its own.
-        self._shares = not self._quantized and same_attention and _all_in(model.transformer, dtype)
+        held = base_parameters(model.transformer).items()
+        same_dtype = all(p.dtype == _held_in(model.transformer, name, dtype) for name, p in held)
+        self._shares = not self._quantized and same_attention and same_dtype
         self.transformer: Any = model.transformer if self._shares or alone else _copy_transformer(model.transformer)
         if not self._shares:
             _convert(self.transformer, dtype)
@@ -130,9 +132,8 @@ class DiffusersEngine:
 
     def digest_of(self, state: Mapping[str, Tensor]) -> str:
         """The digest of ``state`` rounded as ``sync`` rounds it."""
-        return _digest_of(
-            {name: tensor.to(self._device) for name, tensor in state.items()}, self._dtype, self._quantized
-        )
+        here = {name: tensor.to(self._device) for name, tensor in state.items()}
+        return _digest_of(here, self._dtype, self._quantized)
 
     def close(self) -> None:
         """Drop the engine's transformer if it is a copy, and its adapter alone from one that is shared."""
@@ -179,10 +180,6 @@ def _digest_of(state: Mapping[str, Tensor], dtype: torch.dtype, quantized: bool)
     if quantized:
         held = {name: round_fp8_rows(tensor) for name, tensor in held.items()}
     return adapter_digest(held)
-
-
-def _all_in(transformer: nn.Module, dtype: torch.dtype) -> bool:
-    return all(p.dtype == _held_in(transformer, name, dtype) for name, p in base_parameters(transformer).items())
 
 
 def _held_in(transformer: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:

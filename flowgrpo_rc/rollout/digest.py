@@ -22,20 +22,17 @@ class HeldDigest:
     """
 
     def __init__(self) -> None:
-        self._header = b""
-        self._copy = torch.empty(0, dtype=torch.uint8)
-        self._known = ""
+        self._known: tuple[bytes, Tensor, str] = b"", torch.empty(0, dtype=torch.uint8), ""
 
     def __call__(self, state: Mapping[str, Tensor]) -> str:
         """The digest of ``state`` as it is now."""
         header = _header(state)
         bits = _bits(state)
-        same = header == self._header and bits.device == self._copy.device and torch.equal(bits, self._copy)
-        if not (same and self._known):
-            self._header = header
-            self._copy = bits
-            self._known = _digest(header, bits)
-        return self._known
+        known_header, known_bits, digest = self._known
+        if not (header == known_header and bits.device == known_bits.device and torch.equal(bits, known_bits)):
+            digest = _digest(header, bits)
+            self._known = header, bits, digest
+        return digest
 
 
 def _header(state: Mapping[str, Tensor]) -> bytes:

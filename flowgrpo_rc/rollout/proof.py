@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any, NoReturn
 
 import torch
+from jaxtyping import Int
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -22,9 +23,7 @@ from flowgrpo_rc.rollout.sampling import SCALARS
 TOLERANCE = 1e-6
 """Largest relative difference between two float32 computations of one schedule."""
 
-_SCHEDULE_CAUSE = (
-    "the engine's scheduler differs from the model's: shift, dynamic shifting, number of steps, image size"
-)
+_SCHEDULE_CAUSE = "the engine's scheduler differs: shift, dynamic shifting, number of steps, image size"
 _ORDER_CAUSE = "the engine has mixed up its results; match them to requests by id, not by order of arrival"
 _GUIDANCE_CAUSE = "the engine ignored or renamed the setting, or left out the negative prompts"
 _NOISE_CAUSE = "the engine ignored actor_rollout_ref.rollout.algo"
@@ -63,8 +62,22 @@ def check_rollout(
     check_adapter(adapter, echo.adapter_version, echo.adapter_digest)
     _check("compute dtype", echo.dtype, dtype, "the engine ignored actor_rollout_ref.rollout.dtype")
     check_echo(request, schedule, echo)
-    check_trajectories(request, trajectories, schedule)
-    check_starting_noise(request, trajectories, model)
+    _check_shape("images", trajectories.images, (len(request.prompt_index), cond.height, cond.width, 3))
+    if request.window_starts is None:
+        return
+    if trajectories.batch is None:
+        _refuse("recorded steps", "none", f"{request.window_size} an image", "the engine sampled without noise")
+    check_steps(request, request.window_starts, trajectories.batch, schedule)
+    check_values(trajectories.batch)
+    latents = trajectories.batch[Key.LATENTS]
+    # Only windows from the first step on record the starting noise.
+    for row in (request.window_starts == 0).nonzero().flatten().tolist():
+        generator = torch.Generator().manual_seed(request.seeds[row])
+        if not torch.equal(model.initial_noise(generator, cond.height, cond.width), latents[row, 0]):
+            raise RolloutSyncError(
+                f"starting noise: row {row} does not start from the noise of its seed {request.seeds[row]}; "
+                f"{_ORDER_CAUSE}, or draw from the request's seeds"
+            )
 
 
 def check_adapter(expected: HeldAdapter, version: int, digest: str) -> None:
@@ -102,28 +115,20 @@ def check_echo(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
     _check("window_size", echo.window_size, request.window_size if stochastic else 0, _NOISE_CAUSE)
 
 
-def check_trajectories(request: RolloutRequest, trajectories: Trajectories, schedule: Schedule) -> None:
-    """Check shapes, order, dtype and finiteness of images and recorded steps."""
-    size = len(request.prompt_index)
-    cond = request.conditioning
-    _check_shape("images", trajectories.images, (size, cond.height, cond.width, 3))
-    batch = trajectories.batch
-    if request.window_starts is None:
-        return
-    if batch is None:
-        _refuse("recorded steps", "none", f"{request.window_size} an image", "the engine sampled without noise")
+def check_steps(request: RolloutRequest, starts: Int[Tensor, " B"], batch: TensorDict, schedule: Schedule) -> None:
+    """Check that the recorded steps are complete, and those of the request's prompts and windows."""
     latents = (Key.LATENTS, Key.NEXT_LATENTS, *([Key.ROLLOUT_MEANS] if request.record_means else []))
     absent = {Key.PROMPT_INDEX, *SCALARS, *latents} - set(batch.keys())
     if absent:
         _refuse("recorded steps", f"no {', '.join(sorted(absent))}", "them all", "the engine records too little")
     _check(Key.PROMPT_INDEX, _listed(batch[Key.PROMPT_INDEX]), _listed(request.prompt_index), _ORDER_CAUSE)
-    window = (size, request.window_size)
+    window = (len(starts), request.window_size)
     for name in SCALARS:
         _check_shape(name, batch[name], window)
     for name in latents:
         _check_shape(name, batch[name], (*window, *batch[Key.LATENTS].shape[2:]))
     # Each image has a window of its own, so the expected levels are gathered row by row.
-    steps = request.window_starts[:, None] + torch.arange(request.window_size)
+    steps = starts[:, None] + torch.arange(request.window_size)
     expected = {
         Key.TIMESTEPS: schedule.timesteps[steps],
         Key.SIGMAS: schedule.sigmas[steps],
@@ -131,26 +136,9 @@ def check_trajectories(request: RolloutRequest, trajectories: Trajectories, sche
     }
     for name, values in expected.items():
         _check_floats(f"recorded {name}", batch[name].float(), values, f"{_ORDER_CAUSE}, or record the step after")
-    _check_values(batch)
 
 
-def check_starting_noise(request: RolloutRequest, trajectories: Trajectories, model: DiffusionModel) -> None:
-    """Check bit for bit that images recorded from the first step on start from the noise of their seed."""
-    if request.window_starts is None or trajectories.batch is None:
-        return
-    cond = request.conditioning
-    latents = trajectories.batch[Key.LATENTS]
-    for row in (request.window_starts == 0).nonzero().flatten().tolist():
-        # Only windows from the first step on record the starting noise.
-        generator = torch.Generator().manual_seed(request.seeds[row])
-        if not torch.equal(model.initial_noise(generator, cond.height, cond.width), latents[row, 0]):
-            raise RolloutSyncError(
-                f"starting noise: row {row} does not start from the noise of its seed {request.seeds[row]}; "
-                f"{_ORDER_CAUSE}, or draw from the request's seeds"
-            )
-
-
-def _check_values(batch: TensorDict) -> None:
+def check_values(batch: TensorDict) -> None:
     """Check that everything is finite float32, and that latents went through no narrower dtype and back."""
     for name, tensor in batch.exclude(Key.PROMPT_INDEX).items():
         if tensor.dtype != torch.float32:
@@ -162,8 +150,7 @@ def _check_values(batch: TensorDict) -> None:
                 "numbers; the engine's precision may be too low: try actor_rollout_ref.rollout.dtype=float32"
             )
     for name, dtype in product((Key.LATENTS, Key.NEXT_LATENTS), (torch.bfloat16, torch.float16)):
-        # Every element of a row that was rounded once survives that dtype, so that a sample suffices; of a float32 row
-        # hardly any does.
+        # Every element of a row that was rounded once survives that dtype, of a float32 row hardly any: a sample does.
         flat = batch[name].flatten(1)
         sample = flat[:, :: max(1, flat.shape[1] // _SAMPLE)]
         rounded = (sample.to(dtype).float() == sample).all(1)

@@ -11,7 +11,7 @@ from rollout_cases import assert_same_bits, random_like, request_for
 from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import adapter_state, attach_lora
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutConfig, build_engine
-from flowgrpo_rc.rollout.build import build_engine_alone, digest_rule
+from flowgrpo_rc.rollout.build import build_engine_alone, check_placement, digest_rule
 from flowgrpo_rc.rollout.engines import ENGINES, EngineEntry
 
 MODEL = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=8)
@@ -91,3 +91,5 @@ def test_an_engine_without_a_digest_rule_stays_in_the_trainers_process(monkeypat
     monkeypatch.setitem(ENGINES, "dark", EngineEntry("nowhere:Dark"))
     with pytest.raises(ValueError, match=r"rollout.name: got dark, which has no digest_rule .* diffusers, vllm_omni$"):
         digest_rule(RolloutConfig(name="dark"), MODEL)
+    with pytest.raises(ValueError, match="rollout.name: got dark, which has no digest_rule"):
+        check_placement(RolloutConfig(name="dark", placement="process"))

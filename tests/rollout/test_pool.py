@@ -169,8 +169,8 @@ def test_requests_wait_in_line_each_with_its_own_adapter(make_pool, alone, make_
         assert_same_bits(found[version], expected)
 
 
-def dying(during, times=1):
-    """Engines of which the first to do this dies of it, so many times."""
+def dying(during, times=1, comes_back=True):
+    """Engines of which the first to do this dies of it, so many times, and may not start again."""
 
     class Dying(Here):
         deaths = 0
@@ -183,8 +183,8 @@ def dying(during, times=1):
 
         def start(self):
             super().start()
-            if self.starts > 1:
-                self.die("restarting")
+            if self.starts > 1 and not comes_back:
+                raise EngineLostError("no such machine")
 
         def sync(self, state, version):
             self.die("syncing")
@@ -218,13 +218,7 @@ def test_what_a_lost_engine_was_to_draw_is_dealt_again(during, engines, make_poo
 
 
 def test_an_engine_that_does_not_come_back_is_given_up_and_the_others_go_on(make_pool, alone, make_request):
-    class Gone(dying("drawing")):
-        def start(self):
-            super().start()
-            if self.starts > 1:
-                raise EngineLostError("no such machine")
-
-    pool, handles = make_pool(Gone, Here)
+    pool, handles = make_pool(dying("drawing", comes_back=False), Here)
     state = state_of(alone)
     pool.sync(state, 0)
     for seed in range(2):
@@ -241,17 +235,10 @@ def test_an_engine_that_does_not_come_back_is_given_up_and_the_others_go_on(make
 
 def test_engines_lost_while_nobody_waits_are_told_of_before_the_failure(make_pool, alone, make_request):
     """As while the actor learns: the next call gives it another adapter, or asks for the next batch."""
-
-    class Gone(dying("drawing", times=9)):
-        def start(self):
-            super().start()
-            if self.starts > 1:
-                raise EngineLostError("no such machine")
-
     state = state_of(alone)
     everywhere = "no rollout engine is left of 2: engine 0: no such machine; engine 1: no such machine"
     for call in (lambda pool: pool.push(state, 1), lambda pool: pool.submit(make_request())):
-        pool, _ = make_pool(Gone, Gone)
+        pool, _ = make_pool(*[dying("drawing", times=9, comes_back=False)] * 2)
         pool.sync(state, 0)
         pool.submit(make_request())
         wait_until(lambda: not any(thread.name.startswith("rollout engine") for thread in threading.enumerate()))
@@ -379,6 +366,14 @@ class Late(Here):
         return answer
 
 
+class OtherSchedule(Here):
+    """Another program or model."""
+
+    def generate(self, request):
+        answer = super().generate(request)
+        return replace(answer, echo=replace(answer.echo, sigmas=answer.echo.sigmas * 1.001))
+
+
 class Refusing(Here):
     """Answers with an error of its own, which keeps its kind."""
 
@@ -392,6 +387,7 @@ class Refusing(Here):
         (Refusing, "^rollout engine engine 1: does not bind$"),
         (Stale, "rollout engine engine 1: adapter version 1: digest of the engine's weights"),
         (LyingStale, "rollout engine engine 1: adapter version 1: digest of the engine's weights"),
+        (OtherSchedule, "sigmas: images of one rollout were drawn with"),
         (Late, "rollout engine engine 1: asked for the [13] images of .*; the engine has mixed up its results"),
     ],
 )
@@ -405,23 +401,6 @@ def test_one_engine_that_goes_wrong_is_found_by_name(kind, words, make_pool, alo
 
     with pytest.raises(AdapterMismatchError if kind is Refusing else RolloutSyncError, match=words):
         run()
-
-
-def test_engines_of_two_programs_are_told_apart(make_pool, alone, make_request):
-    class OtherSchedule(Here):
-        def generate(self, request):
-            answer = super().generate(request)
-            return replace(answer, echo=replace(answer.echo, sigmas=answer.echo.sigmas * 1.001))
-
-    class Waiting(Here):
-        def generate(self, request):
-            time.sleep(0.05)
-            return super().generate(request)
-
-    pool, _ = make_pool(Waiting, OtherSchedule)
-    pool.sync(state_of(alone), 0)
-    with pytest.raises(RolloutSyncError, match="sigmas: images of one rollout were drawn with"):
-        pool.generate(make_request())
 
 
 def test_close_ends_what_is_in_flight(make_pool, alone, make_request):
@@ -448,25 +427,6 @@ def test_close_ends_what_is_in_flight(make_pool, alone, make_request):
         pending.result()
 
 
-def test_nothing_is_drawn_without_an_adapter(make_pool, make_request):
-    pool, _ = make_pool()
-    with pytest.raises(RolloutError, match="has no adapter yet"):
-        pool.generate(make_request())
-
-
-def test_the_account_of_finished_work_is_given_once(make_pool, alone, make_request):
-    pool, _ = make_pool()
-    pool.sync(state_of(alone), 3)
-    pool.generate(make_request())
-    work = [one for engine in pool.take_account() for one in engine.done]
-    assert [w.what for w in work].count("start") == 2
-    draws = [w for w in work if w.what == "draw"]
-    assert sum(w.rows for w in draws) == IMAGES
-    assert {w.version for w in work if w.what != "start"} == {3}
-    assert all(w.end >= w.begin for w in work)
-    assert not any(engine.done for engine in pool.take_account())
-
-
 def test_the_account_has_work_in_progress_and_losses(make_pool, alone, make_request):
     class Slow(Here):
         at_work = threading.Event()
@@ -480,6 +440,8 @@ def test_the_account_has_work_in_progress_and_losses(make_pool, alone, make_requ
             return super().generate(request)
 
     pool, _ = make_pool(Slow)
+    with pytest.raises(RolloutError, match="has no adapter yet"):
+        pool.generate(make_request())
     pool.push(state_of(alone), 7)
     pending = pool.submit(make_request())
     assert Slow.at_work.wait(WAIT_S)
@@ -497,7 +459,9 @@ def test_the_account_has_work_in_progress_and_losses(make_pool, alone, make_requ
     assert [work.what for work in account.done] == ["lost", "start", "sync", "draw", "draw", "draw"]
     assert (account.done[0].rows, account.done[0].version) == (CHUNK, 7)
     assert account.done[0].begin < before < account.done[0].end
+    assert sum(work.rows for work in account.done if work.what == "draw") == IMAGES
     assert account.doing is None
+    assert not pool.take_account()[0].done
 
 
 def test_adapters_are_sent_in_the_engines_dtype(make_pool, alone, make_request):

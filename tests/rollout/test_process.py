@@ -1,7 +1,6 @@
 """Engines in processes: losses and errors as a pool needs them, and their devices; without an engine."""
 
 import os
-import signal
 import threading
 from types import SimpleNamespace
 
@@ -103,15 +102,6 @@ def test_close_from_another_thread_ends_a_call_at_once(make_process, doing, tmp_
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(EngineLostError, match="^it was closed before starting$"):
         process.start()
-
-
-@starts_one
-def test_a_killed_process_is_found_at_the_next_call(make_process):
-    process = make_process()
-    os.kill(process.pid, signal.SIGKILL)
-    wait_until(lambda: not alive(process.pid))
-    with pytest.raises(EngineLostError, match="died of signal 9 while sampling; log: .*, which is empty$"):
-        process.call("generate", "echo", 1)
 
 
 @pytest.mark.parametrize(

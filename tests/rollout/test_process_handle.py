@@ -14,9 +14,8 @@ from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout import EngineLostError, RolloutConfig, RolloutError, RolloutPool, build_engine
 from flowgrpo_rc.rollout.base import RolloutHandle
-from flowgrpo_rc.rollout.build import check_placement, digest_rule
+from flowgrpo_rc.rollout.build import digest_rule
 from flowgrpo_rc.rollout.config import ProcessConfig
-from flowgrpo_rc.rollout.engines import ENGINES, EngineEntry
 from flowgrpo_rc.rollout.process import ProcessHandle
 
 pytestmark = pytest.mark.process
@@ -105,12 +104,3 @@ def test_a_wrong_folder_ends_in_one_line_and_is_final(tmp_path, monkeypatch):
         handle.start()
     assert not isinstance(caught.value, EngineLostError)
     assert "\n" not in str(caught.value)
-
-
-def test_what_cannot_run_elsewhere_is_refused_before_anything_is_started(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="rollout.devices: got cuda:1, but this process sees cuda:0"):
-        ProcessHandle(ROLLOUT, MODEL, "cuda:1")
-    monkeypatch.setitem(ENGINES, "dark", EngineEntry("nowhere:Dark"))
-    with pytest.raises(ValueError, match="rollout.name: got dark, which has no digest_rule"):
-        check_placement(RolloutConfig(name="dark", placement="process"))

@@ -1,6 +1,5 @@
 """Both engines around one tiny model, and what to ask of them."""
 
-import copy
 import os
 import shutil
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine
 from flowgrpo_rc.rollout.config import RolloutConfig, VllmOmniConfig
 from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
-from flowgrpo_rc.rollout.vllm_omni.adapter import expected_shapes
 
 FAMILIES: dict[str, TinyFamily | None] = {"qwen_image": None} | {
     name: TINY[name]
@@ -59,11 +57,8 @@ class Pair:
     def with_targets(self, targets):
         """The same model and process with other layers in the adapter; the two must take turns."""
         lora = replace(self.lora, target_modules=targets)
-        vllm, handle = copy.copy(self.vllm), copy.copy(self.vllm._handle)
-        handle.expected = expected_shapes(self.model, lora)
-        vllm._handle = handle
         diffusers = DiffusersEngine(self.model, lora, dtype=torch.float32, micro_batch_size=4, device="cpu")
-        return replace(self, lora=lora, vllm=vllm, diffusers=diffusers)
+        return replace(self, lora=lora, diffusers=diffusers)
 
 
 def random_adapter(pair, seed=0):

@@ -9,26 +9,14 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.dtypes import torch_dtype
-from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import ACTOR_ADAPTER, AdapterMismatchError, linear_layers, target_layers
+from flowgrpo_rc.models.lora import ACTOR_ADAPTER, AdapterMismatchError
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.digest import adapter_digest
 from flowgrpo_rc.transfers import to_host
 
 _A = f".lora_A.{ACTOR_ADAPTER}.weight"
 _B = f".lora_B.{ACTOR_ADAPTER}.weight"
-
-
-def expected_shapes(model: DiffusionModel, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the adapter that ``attach_lora`` gives the actor, from the base model."""
-    # From the base model, because the engine is built before the actor has an adapter.
-    layers = linear_layers(model.transformer)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in target_layers(model.transformer, model, config):
-        shapes[name + _A] = (config.lora_rank, layers[name].in_features)
-        shapes[name + _B] = (layers[name].out_features, config.lora_rank)
-    return shapes
 
 
 def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> dict[str, Tensor]:

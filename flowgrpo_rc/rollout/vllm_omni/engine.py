@@ -16,11 +16,11 @@ from torch import Tensor
 
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import check_adapter_state, target_layers
+from flowgrpo_rc.models.lora import target_layers
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutRequest, Trajectories, rows_of
 from flowgrpo_rc.rollout.config import JOINED, EngineTimeouts, RolloutConfig
 from flowgrpo_rc.rollout.process import EngineProcess, check_devices, engine_environment
-from flowgrpo_rc.rollout.vllm_omni.adapter import digest_rule, expected_shapes
+from flowgrpo_rc.rollout.vllm_omni.adapter import digest_rule
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES, check_versions
 from flowgrpo_rc.transfers import to_host
 
@@ -41,7 +41,7 @@ class VllmOmniEngine:
 
     Args:
         config: the section ``actor_rollout_ref.rollout``.
-        model: the trainer's model, for names, shapes and the way guidance is computed.
+        model: the trainer's model, for names of layers and the way guidance is computed.
         lora: the section ``actor_rollout_ref.model``.
         device: the trainer's; the engine uses the same GPU. Without a trainer beside it, several GPUs may be joined as
             in ``rollout.devices``.
@@ -143,7 +143,7 @@ class VllmOmniHandle(EngineProcess):
 
     Args:
         config: the section ``actor_rollout_ref.rollout``.
-        model: the trainer's model, for names, shapes and the way guidance is computed.
+        model: the trainer's model, for names of layers and the way guidance is computed.
         lora: the section ``actor_rollout_ref.model``.
         devices: of this engine, as the trainer's process names them. vllm-omni divides each layer over several GPUs.
         timeouts: when the process counts as lost.
@@ -173,8 +173,6 @@ class VllmOmniHandle(EngineProcess):
         if config.vllm_omni.sleep:
             # Only for sleep: without it the segments serve vllm as they serve the trainer.
             environment = {name: value for name, value in environment.items() if name not in _ALLOCATOR}
-        self.expected = expected_shapes(model, lora)
-        """Names and shapes of the adapter's tensors."""
         super().__init__(
             f"vllm_omni {number} ({JOINED.join(devices)})",
             "flowgrpo_rc.rollout.vllm_omni.server:Server",
@@ -190,11 +188,6 @@ class VllmOmniHandle(EngineProcess):
     ) -> "VllmOmniHandle":
         """As ``EngineEntry.handle``."""
         return cls(config, model, lora, devices, config.process, number)
-
-    def sync(self, state: Mapping[str, Tensor], version: int) -> str:
-        """As ``RolloutHandle.sync``; the digest is of vllm-omni's layers."""
-        check_adapter_state(state, self.expected)
-        return super().sync(state, version)
 
 
 def _check_pipeline(model: DiffusionModel, lora: ModelConfig) -> None:

@@ -6,21 +6,11 @@ To add one, write a ``Rollout`` in a file of ``families`` and add an entry to ``
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-_FAMILIES = "flowgrpo_rc.rollout.vllm_omni.families"
-
-_FLUX_EMBEDDERS = ("time_text_embed.*", "x_embedder", "context_embedder", "proj_out")
-
-_FLUX2_EMBEDDERS = (
-    *("time_guidance_embed.*", "x_embedder", "context_embedder", "proj_out", "norm_out.linear"),
-    "*_stream_modulation*.linear",
-)
-
-
 WORKING_SET = "vllm 0.30.*, vllm-omni 0.30.*, diffusers 0.40.*"
 _SERIES = {"vllm": "0.30", "vllm-omni": "0.30", "diffusers": "0.40"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PipelineEntry:
     """Facts about a pipeline in vllm-omni that are needed before its engine is started."""
 
@@ -31,26 +21,21 @@ class PipelineEntry:
     are not vllm's layers."""
 
 
+_HERE = "flowgrpo_rc.rollout.vllm_omni.families"
+_SD3 = ("time_text_embed.*", "norm_out.linear", "*.norm1.linear", "*.norm1_context.linear")
+_FLUX = ("time_text_embed.*", "x_embedder", "context_embedder", "proj_out")
+_FLUX2 = ("time_guidance_embed.*", *_FLUX[1:], "norm_out.linear", "*_stream_modulation*.linear")
 PIPELINES = {
-    "QwenImagePipeline": PipelineEntry(rollout=f"{_FAMILIES}.qwen_image:QwenImageRollout"),
-    "QwenImageEditPipeline": PipelineEntry(rollout=f"{_FAMILIES}.qwen_image:QwenImageEditRollout"),
-    "QwenImageEditPlusPipeline": PipelineEntry(rollout=f"{_FAMILIES}.qwen_image:QwenImageEditPlusRollout"),
-    "StableDiffusion3Pipeline": PipelineEntry(
-        rollout=f"{_FAMILIES}.stable_diffusion_3:StableDiffusion3Rollout",
-        takes_no_adapter=("time_text_embed.*", "norm_out.linear", "*.norm1.linear", "*.norm1_context.linear"),
-    ),
-    "FluxPipeline": PipelineEntry(rollout=f"{_FAMILIES}.flux:FluxRollout", takes_no_adapter=_FLUX_EMBEDDERS),
-    "FluxKontextPipeline": PipelineEntry(
-        rollout=f"{_FAMILIES}.flux:FluxKontextRollout", takes_no_adapter=_FLUX_EMBEDDERS
-    ),
-    "Flux2KleinPipeline": PipelineEntry(
-        rollout=f"{_FAMILIES}.flux2:Flux2KleinRollout", takes_no_adapter=_FLUX2_EMBEDDERS
-    ),
-    "Flux2Pipeline": PipelineEntry(rollout=f"{_FAMILIES}.flux2:Flux2Rollout", takes_no_adapter=_FLUX2_EMBEDDERS),
-    "ZImagePipeline": PipelineEntry(rollout=f"{_FAMILIES}.z_image:ZImageRollout"),
-    "WanPipeline": PipelineEntry(
-        rollout=f"{_FAMILIES}.wan:WanRollout", takes_no_adapter=("condition_embedder.*", "proj_out")
-    ),
+    "QwenImagePipeline": PipelineEntry(f"{_HERE}.qwen_image:QwenImageRollout"),
+    "QwenImageEditPipeline": PipelineEntry(f"{_HERE}.qwen_image:QwenImageEditRollout"),
+    "QwenImageEditPlusPipeline": PipelineEntry(f"{_HERE}.qwen_image:QwenImageEditPlusRollout"),
+    "StableDiffusion3Pipeline": PipelineEntry(f"{_HERE}.stable_diffusion_3:StableDiffusion3Rollout", _SD3),
+    "FluxPipeline": PipelineEntry(f"{_HERE}.flux:FluxRollout", _FLUX),
+    "FluxKontextPipeline": PipelineEntry(f"{_HERE}.flux:FluxKontextRollout", _FLUX),
+    "Flux2KleinPipeline": PipelineEntry(f"{_HERE}.flux2:Flux2KleinRollout", _FLUX2),
+    "Flux2Pipeline": PipelineEntry(f"{_HERE}.flux2:Flux2Rollout", _FLUX2),
+    "ZImagePipeline": PipelineEntry(f"{_HERE}.z_image:ZImageRollout"),
+    "WanPipeline": PipelineEntry(f"{_HERE}.wan:WanRollout", ("condition_embedder.*", "proj_out")),
 }
 """By class name in a pipeline's ``model_index.json``."""
 
