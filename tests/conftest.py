@@ -126,7 +126,7 @@ def pooled(monkeypatch):
     def use(kind=Elsewhere, engines=2):
         def build(config, model, lora, device, *_):
             handles[:] = [kind(config, lora, f"engine {i}") for i in range(engines)]
-            return pool_of(handles, config, model, lora, device)
+            return pool_of(handles, config, lora)
 
         monkeypatch.setattr(setup, "build_engine", build)
         return handles

@@ -137,7 +137,7 @@ class Crossings(TorchFunctionMode):
         host = source if sides[0] else target
         if sides[0] != sides[1] and not (non_blocking and self._is_locked(host)):
             note("to device" if sides[0] else "to host")
-        _values(target).copy_(_values(source))
+        _computed(target).copy_(_computed(source))
         return target
 
     def _lock(self, tensor):
@@ -219,10 +219,6 @@ def _computed(value):
         assert value.dim() == 0
         return torch.zeros((), dtype=value.dtype)
     return value
-
-
-def _values(tensor):
-    return tensor.values if isinstance(tensor, OnDevice) else tensor
 
 
 def _without_device(function, args, kwargs):

@@ -6,6 +6,7 @@ import torch
 
 from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutPool
+from flowgrpo_rc.rollout.build import digest_rule
 
 
 class Elsewhere:
@@ -38,10 +39,8 @@ class Elsewhere:
         pass
 
 
-def pool_of(handles, config, model, lora, device):
+def pool_of(handles, config, lora):
     """As ``build_engine`` makes one around the trainer's model."""
-    own = DiffusersEngine.from_config(config, model, lora, device)
-    digest_of = own.digest_of
-    own.close()
+    rule = digest_rule(config, lora)
     dtype = getattr(torch, config.dtype)
-    return RolloutPool(handles, digest_of=digest_of, dtype=dtype, micro_batch_size=config.micro_batch_size)
+    return RolloutPool(handles, digest_of=rule, dtype=dtype, micro_batch_size=config.micro_batch_size)

@@ -31,8 +31,8 @@ class EngineEntry:
     """``module:function`` from the sections ``rollout`` and ``model`` to the engine's ``digest_of``, without an engine.
     ``None`` for an engine that runs in the trainer's process only."""
     handle: str | None = None
-    """``module:class`` of a ``RolloutHandle`` for an engine that has its own process anyway, with the class method
-    ``from_config(config, model, lora, devices, number)``. With ``None`` a ``ProcessHandle`` runs the engine."""
+    """``module:class`` of a ``RolloutHandle`` for an engine that has its own process anyway, called with
+    ``(config, model, lora, devices, number)``. With ``None`` a ``ProcessHandle`` runs the engine."""
 
 
 ENGINES: dict[str, EngineEntry] = {

@@ -356,11 +356,7 @@ class RolloutPool:
             member.started = True
 
     def _give(self, member: _Member, adapter: _Adapter) -> None:
-        """Have the engine hold this adapter.
-
-        Raises:
-            RolloutSyncError: it does not.
-        """
+        """Have the engine hold this adapter; raises ``RolloutSyncError`` if it does not."""
         with self._working(member, "sync", version=adapter.held.version):
             member.holds = None  # unknown until the digest is back
             digest = member.handle.sync(adapter.state, adapter.held.version)

@@ -108,8 +108,7 @@ def process_handles(
     own = ENGINES[rollout.name].handle
     if own is None:
         return [ProcessHandle(rollout, lora, device, number) for number, (device,) in groups.items()]
-    make = resolve_name(own).from_config
-    return [make(rollout, model, lora, devices, number) for number, devices in groups.items()]
+    return [resolve_name(own)(rollout, model, lora, devices, number) for number, devices in groups.items()]
 
 
 def check_process(rollout: RolloutConfig, share: Share) -> None:

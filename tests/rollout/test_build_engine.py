@@ -5,20 +5,12 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
 
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutConfig, RolloutEngine, build_engine
 from flowgrpo_rc.rollout.build import check_engine
 from flowgrpo_rc.rollout.engines import ENGINES, EngineEntry
 from flowgrpo_rc.trainer import FlowGRPOTrainer
-
-
-def test_the_other_engine_is_in_this_process(tiny_model):
-    engine = build_engine(RolloutConfig(dtype="float16", quantization="fp8"), tiny_model, ModelConfig(), "cpu")
-    assert isinstance(engine, DiffusersEngine)
-    assert next(engine.transformer.parameters()).dtype == torch.float16
-    assert engine._quantized
 
 
 class DarkEngine(DiffusersEngine):

@@ -54,7 +54,7 @@ def test_settings_that_do_not_fit_are_refused_by_name(overrides, words, tmp_path
         compose("tiny_qwen_image_ocr", [*overrides_of(tmp_path / "run"), *overrides])
 
 
-def test_time_outs_are_taken_where_they_hold(tmp_path):
+def test_time_outs_are_taken_where_they_hold_and_several_devices_by_vllm_omni(tmp_path):
     """On Ray both sections do; where one does not, it may say what holds."""
     both = (f"{R}.vllm_omni.sync_timeout_s=50", f"{R}.process.sync_timeout_s=50")
     for settings in (
@@ -62,11 +62,6 @@ def test_time_outs_are_taken_where_they_hold(tmp_path):
         (f"{R}.name=vllm_omni", *both),
         (f"{R}.name=vllm_omni", f"{R}.placement=process", *both),
         (f"{R}.process.sync_timeout_s=50",),
+        (f"{R}.name=vllm_omni", f"{R}.placement=process", f"{R}.devices=[cuda:1+cuda:2,cuda:3+cuda:4]"),
     ):
         compose("tiny_qwen_image_ocr", [*overrides_of(tmp_path / "run"), *settings])
-
-
-def test_engines_that_compute_on_several_devices_are_taken(tmp_path):
-    placed = (f"{R}.placement=process", f"{R}.devices=[cuda:1+cuda:2,cuda:3+cuda:4]")
-    config = compose("tiny_qwen_image_ocr", [*overrides_of(tmp_path / "run"), *placed, f"{R}.name=vllm_omni"])
-    assert config.actor_rollout_ref.rollout.devices == ["cuda:1+cuda:2", "cuda:3+cuda:4"]

@@ -120,7 +120,7 @@ def test_sleep_is_refused_without_a_gpu_and_takes_no_allocator_that_cannot(tiny_
 
     def environment(settings, device="cuda:0"):
         rollout = RolloutConfig(name="vllm_omni", vllm_omni=settings)
-        return engine.VllmOmniHandle(rollout, tiny_model, ModelConfig(), [device], settings)._environment
+        return engine.VllmOmniHandle(rollout, tiny_model, ModelConfig(), [device])._environment
 
     assert "PYTORCH_CUDA_ALLOC_CONF" in environment(VllmOmniConfig())
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment(SLEEPING)

@@ -97,7 +97,7 @@ def make_handle(monkeypatch):
     rollout = RolloutConfig(name="vllm_omni", dtype="float32", micro_batch_size=2)
 
     def make(model, devices=("cpu",), **settings):
-        return engine.VllmOmniHandle(rollout, model, ModelConfig(**settings), devices, rollout.vllm_omni)
+        return engine.VllmOmniHandle(rollout, model, ModelConfig(**settings), devices)
 
     return make
 
@@ -150,7 +150,7 @@ def test_an_engine_alone_reads_no_weights(monkeypatch):
     monkeypatch.setattr(engine, "VllmOmniHandle", Losing)
     lora = ModelConfig(path="asset:tiny_qwen_image", batch_guidance=False)
     built = build_engine_alone(RolloutConfig(name="vllm_omni"), lora, "cpu")
-    _, model, _, devices, _ = built._handle.arguments
+    _, model, _, devices = built._handle.arguments
     assert all(p.is_meta for p in model.transformer.parameters())
     assert devices == ["cpu"]
     assert not model.batch_guidance

@@ -89,11 +89,7 @@ class RayHandle(EngineHandle):
 
 
 class _RayEngine:
-    """An engine in an actor, with the methods of a ``RemoteObject``.
-
-    Raises:
-        ProcessLostError: Ray on this machine will never have room for it, or Ray itself fails.
-    """
+    """An engine in an actor, with the methods of a ``RemoteObject``; errors of Ray are ``ProcessLostError``."""
 
     def __init__(self, cluster: "_Cluster") -> None:
         self.pid = -1
@@ -164,11 +160,7 @@ class _RayEngine:
 
 
 class _Cluster:
-    """Ray, as the engines of one trainer process share it.
-
-    Raises:
-        EngineLostError: no cluster answers at the address.
-    """
+    """Ray, as the engines of one trainer process share it; ``EngineLostError`` if no cluster answers."""
 
     def __init__(self, rollout: RolloutConfig, model: ModelConfig, device: Any) -> None:
         self.rollout = rollout

@@ -52,8 +52,9 @@ class VllmOmniEngine:
     """
 
     def __init__(self, config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, device: Any) -> None:
+        devices = str(device).split(JOINED)
         self._handle = VllmOmniHandle(
-            config, model, lora, str(device).split(JOINED), config.vllm_omni, subject="the vllm_omni engine's process"
+            config, model, lora, devices, timeouts=config.vllm_omni, subject="the vllm_omni engine's process"
         )
         self._digest_of = digest_rule(config, lora)
         self._sleeps = config.vllm_omni.sleep
@@ -146,8 +147,8 @@ class VllmOmniHandle(EngineProcess):
         model: the trainer's model, for names of layers and the way guidance is computed.
         lora: the section ``actor_rollout_ref.model``.
         devices: of this engine, as the trainer's process names them. vllm-omni divides each layer over several GPUs.
-        timeouts: when the process counts as lost.
         number: distinguishes it from the other engines of a pool in messages.
+        timeouts: when the process counts as lost; by default ``config.process``.
         subject: how messages about its process begin.
 
     Raises:
@@ -162,10 +163,11 @@ class VllmOmniHandle(EngineProcess):
         model: DiffusionModel,
         lora: ModelConfig,
         devices: Sequence[str],
-        timeouts: EngineTimeouts,
         number: int = 0,
+        timeouts: EngineTimeouts | None = None,
         subject: str = "its process",
     ) -> None:
+        timeouts = timeouts or config.process
         check_versions()
         _check_pipeline(model, lora)
         _check_devices(devices, config.vllm_omni.sleep)
@@ -182,19 +184,9 @@ class VllmOmniHandle(EngineProcess):
             subject=subject,
         )
 
-    @classmethod
-    def from_config(
-        cls, config: RolloutConfig, model: DiffusionModel, lora: ModelConfig, devices: Sequence[str], number: int
-    ) -> "VllmOmniHandle":
-        """As ``EngineEntry.handle``."""
-        return cls(config, model, lora, devices, config.process, number)
-
 
 def _check_pipeline(model: DiffusionModel, lora: ModelConfig) -> None:
-    """Refuse a pipeline that vllm-omni cannot draw, not without its missing parts, or not with an adapter of ``lora``.
-
-    It fails itself after minutes of loading.
-    """
+    """Refuse a pipeline that vllm-omni cannot draw, which it finds out itself after minutes of loading."""
     pipeline = type(model.pipe).__name__
     if pipeline not in PIPELINES:
         raise ValueError(

@@ -139,11 +139,7 @@ class Server:
         self._used = (before, _bytes_in_use())
 
     async def _wake(self) -> None:
-        """Move the weights back to the GPU, and check that the layers hold the adapter.
-
-        Raises:
-            RolloutError: it does not wake, or the layers hold another adapter.
-        """
+        """Move the weights back to the GPU; raises ``RolloutError`` if the layers then hold another adapter."""
         if not self._asleep:
             return
         _check_acknowledged("wake up", await self.omni.wake_up())
@@ -220,11 +216,7 @@ class Server:
         return last.multimodal_output["metadata"][EXTRA]
 
     async def _held(self, state: Mapping[str, Tensor], adapter: int) -> str:
-        """The digest of the layers' values.
-
-        Raises:
-            RolloutError: the layers hold another adapter than ``adapter``.
-        """
+        """The digest of the layers' values; raises ``RolloutError`` if they hold another adapter than ``adapter``."""
         active, digest = await self._worker("flowgrpo_held", state)
         if active != adapter:
             raise RolloutError(f"the adapter does not bind: vllm-omni has {active} active, not {adapter}")
