@@ -12,8 +12,7 @@ from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutError
 from flowgrpo_rc.rollout.config import EngineTimeouts, RolloutConfig
-from flowgrpo_rc.rollout.handle import EngineHandle
-from flowgrpo_rc.rollout.process import EngineProcess, ProcessHandle, check_devices, engine_environment
+from flowgrpo_rc.rollout.process import EngineHandle, EngineProcess, ProcessHandle, check_devices, engine_environment
 
 starts_one = pytest.mark.process
 

@@ -23,8 +23,7 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.processes import ProcessLostError, RemoteError
 from flowgrpo_rc.rollout.base import EngineLostError
 from flowgrpo_rc.rollout.config import ALONE, JOINED, RolloutConfig, Share
-from flowgrpo_rc.rollout.handle import EngineHandle
-from flowgrpo_rc.rollout.process import visible_gpus
+from flowgrpo_rc.rollout.process import EngineHandle, visible_gpus
 from flowgrpo_rc.rollout.ray.actor import LIFE, EngineActor
 
 # Seconds that an address is tried for. Ray itself tries for two minutes and then ends the process.
