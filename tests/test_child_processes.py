@@ -41,12 +41,6 @@ def call(remote, method, *arguments, limit_s: float = TIMEOUT):
     return remote.call(method, *arguments, limit_s=limit_s, doing="sampling")
 
 
-def later(seconds, action, *arguments):
-    thread = threading.Timer(seconds, action, arguments)
-    thread.start()
-    return thread
-
-
 def test_answers_belong_to_their_calls_and_errors_are_one_line(make_remote):
     remote = make_remote()
     for value in ("one", {"two": torch.arange(3)}, None):
@@ -100,7 +94,7 @@ def test_a_child_has_a_session_and_signals_of_its_own():
 
 def test_killed_in_the_midst_of_a_call_and_between_two(make_remote):
     remote = make_remote()
-    later(0.3, os.kill, remote.pid, signal.SIGKILL)
+    threading.Timer(0.3, os.kill, (remote.pid, signal.SIGKILL)).start()
     with pytest.raises(ProcessLostError, match="^died of signal 9 while sampling$"):
         call(remote, "generate", "sleep", 600)
     with pytest.raises(ProcessLostError, match="^died of signal 9 while sampling$"):

@@ -69,13 +69,11 @@ class Here:
 def make_pool(tiny_model):
     pools = []
 
-    def make(*kinds, dtype=torch.float32, **settings):
-        kinds = kinds or (Here, Here)
-        handles = [kind(tiny_model, f"engine {i}", dtype=dtype) for i, kind in enumerate(kinds)]
-        settings = {"micro_batch_size": CHUNK, "digest_of": handles[0].engine.digest_of} | settings
-        pool = RolloutPool(handles, dtype=dtype, **settings)
-        pools.append(pool)
-        return pool, handles
+    def make(*kinds, dtype=torch.float32, micro_batch_size=CHUNK):
+        handles = [kind(tiny_model, f"engine {i}", dtype=dtype) for i, kind in enumerate(kinds or (Here, Here))]
+        rule = handles[0].engine.digest_of
+        pools.append(RolloutPool(handles, digest_of=rule, dtype=dtype, micro_batch_size=micro_batch_size))
+        return pools[-1], handles
 
     yield make
     for pool in pools:
@@ -316,17 +314,16 @@ def test_an_engine_that_does_not_start_is_refused_and_the_others_are_closed(make
         def start(self):
             raise EngineLostError("the model does not fit")
 
-    started = []
+    closed = []
 
     class Noted(Here):
-        def __init__(self, *args, **settings):
-            super().__init__(*args, **settings)
-            started.append(self)
+        def close(self):
+            closed.append(self.name)
 
     refused = "rollout engine engine 1 does not start: the model does not fit"
     with pytest.warns(UserWarning, match="does not fit"), pytest.raises(RolloutError, match=refused):
         make_pool(Noted, Broken)
-    assert started[0].closed
+    assert closed == ["engine 0"]
 
 
 class Stale(Here):
