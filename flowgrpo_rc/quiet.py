@@ -20,15 +20,19 @@ _TALK_OF_LOADING = (
 @contextmanager
 def only_errors(*names: str) -> Iterator[None]:
     """Inside, the loggers of these names pass errors on and nothing less."""
-    # A filter, because transformers takes a logger's level for a request to log more.
     loggers = [logging.getLogger(name) for name in names]
+
+    # A filter, because transformers takes a logger's level for a request to log more.
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
     for logger in loggers:
-        logger.addFilter(_is_error)
+        logger.addFilter(is_error)
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(_is_error)
+            logger.removeFilter(is_error)
 
 
 @contextmanager
@@ -45,7 +49,3 @@ def quiet_loading(*libraries: str) -> Iterator[None]:
     finally:
         for switch in switches:
             switch.enable_progress_bar()
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR

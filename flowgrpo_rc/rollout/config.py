@@ -229,10 +229,7 @@ class RayConfig(Section):
                 "cluster, so run `ray start --address=HEAD:6379` on this one and set it to auto"
             )
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
-            yield (
-                f"num_gpus: got {self.num_gpus:g}; Ray gives a share of one GPU or whole GPUs, so give a number up to "
-                "1 or a whole one"
-            )
+            yield f"num_gpus: got {self.num_gpus:g}; Ray shares single GPUs, so give a number up to 1 or a whole one"
 
 
 @documented_fields
@@ -326,7 +323,6 @@ class RolloutConfig(Section):
                 f"quantization: got {self.quantization}; only the {able} engine rounds its weights, so leave it null "
                 f"or set {_HERE}.name={able}"
             )
-        # The engines have names of their own for backends.
         if self.rollout_attn_backend not in (None, *engine.attention_backends):
             backends = ", ".join((*engine.attention_backends, "null"))
             yield f"rollout_attn_backend: got {self.rollout_attn_backend!r}; choose one of {backends}"
@@ -348,10 +344,7 @@ class RolloutConfig(Section):
             )
         devices = self.devices or []
         if self.devices is not None and self.placement != "process":
-            yield (
-                f"devices: got {devices} with placement={self.placement}; only engines in processes of their own are "
-                f"given devices, so set {_HERE}.placement=process or leave devices null"
-            )
+            yield f"devices: got {devices} with placement={self.placement}; clear it, or set {_HERE}.placement=process"
         elif self.devices is not None:
             yield from complaints(device_groups, devices, within=_HERE)
         one_device = f"the {self.name} engine computes on one device, so give each engine one"
@@ -359,7 +352,6 @@ class RolloutConfig(Section):
             yield f"devices: got {', '.join(devices)}; {one_device}, or set {_HERE}.name=vllm_omni"
         if self.placement == "ray" and self.ray.num_gpus > 1 and not is_vllm_omni:
             yield f"ray.num_gpus: got {self.ray.num_gpus:g}; {one_device}, or set {_HERE}.name=vllm_omni"
-        # Without Ray the devices are named, which gives their number.
         if self.engines != 1 and self.placement != "ray":
             yield (
                 f"engines: got {self.engines} with placement={self.placement}; only Ray finds places for engines, so "

@@ -222,8 +222,6 @@ class RolloutPool:
             self.close()
             raise
 
-    # ------------------------------------------------------------------ for the trainer
-
     def digest_of(self, state: Mapping[str, Tensor]) -> str:
         """The digest of an adapter with exactly this state, after the engines' rounding."""
         return self._digest_of(state)
@@ -320,10 +318,8 @@ class RolloutPool:
                 self._raise_failure()
                 self._changed.wait()
 
-    # ------------------------------------------------------------------ in each handle's thread
-
     def _serve(self, member: _Member) -> None:
-        """Start the engine and use it until the pool is closed or the engine is given up."""
+        """In the handle's thread: start the engine and use it until the pool is closed or the engine is given up."""
         while (task := self._next_task(member)) is not None:
             try:
                 task()

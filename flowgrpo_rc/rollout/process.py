@@ -160,10 +160,9 @@ class EngineProcess(EngineHandle):
 
 
 class ProcessHandle(EngineProcess):
-    """An engine with a model of its own in a process on one device.
+    """An engine with a model of its own in a process on one device, which sees no other GPU.
 
-    It has the trainer's number of threads, so that it draws the same bits on the same kind of device, and sees no GPU
-    but its own. Its time limits are in ``rollout.process``.
+    It has the trainer's number of threads, so that it draws the same bits on the same kind of device.
 
     Args:
         rollout: the section ``actor_rollout_ref.rollout``.
@@ -182,7 +181,6 @@ class ProcessHandle(EngineProcess):
         super().__init__(
             f"process {number} ({device})",
             "flowgrpo_rc.rollout.build:build_engine_alone",
-            # The process sees no other GPU.
             *(rollout, model, "cuda:0" if device.startswith("cuda") else device),
             environment=engine_environment(device) | threads,
             timeouts=rollout.process,
@@ -192,14 +190,7 @@ class ProcessHandle(EngineProcess):
 def process_handles(
     rollout: RolloutConfig, lora: ModelConfig, device: Any, share: Share, model: DiffusionModel
 ) -> list[RolloutHandle]:
-    """This trainer process's engines on this machine, none of them started.
-
-    Args:
-        rollout: the section ``actor_rollout_ref.rollout``.
-        lora: the section ``actor_rollout_ref.model``.
-        device: the trainer's.
-        share: of the machine's engines that this process has.
-        model: the trainer's.
+    """This trainer process's engines on this machine, none of them started; arguments as of ``build_engine``.
 
     Raises:
         ImportError, ValueError: as ``check_process``, ``ProcessHandle`` and the engine's own handle.

@@ -26,7 +26,7 @@ from flowgrpo_rc.rollout.config import ALONE, JOINED, RolloutConfig, Share
 from flowgrpo_rc.rollout.process import EngineHandle, visible_gpus
 from flowgrpo_rc.rollout.ray.actor import LIFE, EngineActor
 
-# Seconds that an address is tried for. Ray itself tries for two minutes and then ends the process.
+# Seconds that an address is tried for. Ray itself tries for minutes and then ends the process.
 _CONNECT_S = 10.0
 _HERE = "actor_rollout_ref.rollout"
 
@@ -54,7 +54,7 @@ def check_cluster(rollout: RolloutConfig, share: Share) -> None:
 def ray_handles(
     rollout: RolloutConfig, lora: ModelConfig, device: Any, share: Share = ALONE, model: DiffusionModel | None = None
 ) -> list["RayHandle"]:
-    """The ``rollout.engines`` engines of one trainer process, none of them started; arguments as ``process_handles``.
+    """The ``rollout.engines`` engines of one trainer process, none of them started; arguments as of ``build_engine``.
 
     Connects to Ray, or starts it on this machine; then it keeps off the trainer's ``device``. ``model`` is not needed.
 
@@ -100,12 +100,7 @@ class _RayEngine:
             self._actor = cluster.actor.remote()
 
     def wait_until_ready(self, limit_s: float) -> None:
-        """Wait until Ray has placed the actor, and the model is loaded there.
-
-        Raises:
-            ProcessLostError: no node has room, or the actor is lost.
-            RemoteError: the model cannot be loaded.
-        """
+        """Wait until Ray has placed the actor and the model is loaded there; errors as of ``RemoteObject``."""
         deadline = time.monotonic() + limit_s
         with self._ends_on_errors():
             pid = self._actor.pid.remote()

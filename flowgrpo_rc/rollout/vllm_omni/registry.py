@@ -32,8 +32,8 @@ PIPELINES = {
     "StableDiffusion3Pipeline": PipelineEntry(f"{_HERE}.stable_diffusion_3:StableDiffusion3Rollout", _SD3),
     "FluxPipeline": PipelineEntry(f"{_HERE}.flux:FluxRollout", _FLUX),
     "FluxKontextPipeline": PipelineEntry(f"{_HERE}.flux:FluxKontextRollout", _FLUX),
-    "Flux2KleinPipeline": PipelineEntry(f"{_HERE}.flux2:Flux2KleinRollout", _FLUX2),
-    "Flux2Pipeline": PipelineEntry(f"{_HERE}.flux2:Flux2Rollout", _FLUX2),
+    "Flux2KleinPipeline": PipelineEntry(f"{_HERE}.flux:Flux2KleinRollout", _FLUX2),
+    "Flux2Pipeline": PipelineEntry(f"{_HERE}.flux:Flux2Rollout", _FLUX2),
     "ZImagePipeline": PipelineEntry(f"{_HERE}.z_image:ZImageRollout"),
     "WanPipeline": PipelineEntry(f"{_HERE}.wan:WanRollout", ("condition_embedder.*", "proj_out")),
 }

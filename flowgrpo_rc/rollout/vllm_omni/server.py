@@ -29,22 +29,15 @@ class Server:
     """The methods that the trainer may call.
 
     Args:
-        config: the section ``actor_rollout_ref.rollout``.
-        lora: the section ``actor_rollout_ref.model``.
+        config, lora: the sections ``actor_rollout_ref.rollout`` and ``model``.
         pipeline: class of the pipeline at ``lora.path``, a key of ``PIPELINES``.
         batch_guidance: compute both halves of a guided velocity in one call of the transformer, as the trainer does.
-        init_timeout_s: seconds until vllm-omni stops waiting for the model to load.
-        tensor_parallel: number of GPUs over which each layer is divided.
+        timeout_s: seconds until vllm-omni stops waiting for the model to load.
+        gpus: number of GPUs over which each layer is divided.
     """
 
     def __init__(
-        self,
-        config: RolloutConfig,
-        lora: ModelConfig,
-        pipeline: str,
-        batch_guidance: bool,
-        init_timeout_s: float,
-        tensor_parallel: int,
+        self, config: RolloutConfig, lora: ModelConfig, pipeline: str, batch_guidance: bool, timeout_s: float, gpus: int
     ) -> None:
         from vllm_omni.diffusion.registry import register_diffusion_model
         from vllm_omni.entrypoints import AsyncOmni
@@ -70,10 +63,10 @@ class Server:
             max_cpu_loras=2,
             custom_pipeline_args={"pipeline_class": PIPELINES[pipeline].rollout.replace(":", ".")},
             worker_extension_cls=f"{here}.lora.RolloutWorker",
-            tensor_parallel_size=tensor_parallel,
+            tensor_parallel_size=gpus,
             enable_sleep_mode=config.vllm_omni.sleep,
-            init_timeout=init_timeout_s,
-            stage_init_timeout=init_timeout_s,
+            init_timeout=timeout_s,
+            stage_init_timeout=timeout_s,
         )
         self._alpha = lora.lora_alpha
         # The adapter in use, under the actor's names, and the trainer's number of it.

@@ -1,8 +1,11 @@
-"""FLUX.1 and FLUX.1-Kontext in vllm-omni."""
+"""FLUX.1, FLUX.1-Kontext, and FLUX.2 klein and dev in vllm-omni."""
 
 from vllm_omni.diffusion.models.flux import FluxKontextPipeline, FluxPipeline
+from vllm_omni.diffusion.models.flux2 import Flux2Pipeline
+from vllm_omni.diffusion.models.flux2_klein import Flux2KleinPipeline
 
 from flowgrpo_rc.models.flux import Flux, FluxKontext
+from flowgrpo_rc.models.flux2 import Flux2, Flux2Klein
 from flowgrpo_rc.rollout.vllm_omni.pipeline import Rollout
 
 
@@ -18,3 +21,17 @@ class FluxKontextRollout(Rollout, FluxKontextPipeline):
 
     family = FluxKontext
     text_encoders = ("CLIPTextModel", "T5EncoderModel")
+
+
+class Flux2KleinRollout(Rollout, Flux2KleinPipeline):
+    """Sampling for ``Flux2KleinPipeline``."""
+
+    family = Flux2Klein
+    text_encoders = ("Qwen3ForCausalLM",)
+
+
+class Flux2Rollout(Rollout, Flux2Pipeline):
+    """Sampling for ``Flux2Pipeline``."""
+
+    family = Flux2
+    text_encoders = ("MistralEncoderModel", "PixtralProcessor")
