@@ -76,12 +76,8 @@ class ChildProcess:
     def __init__(self, target: str, *arguments: Any, environment: Mapping[str, str] | None = None) -> None:
         self.connection, theirs = Pipe()
         """The parent's end of the pipe."""
-        program = _PROGRAM.format(
-            root=_PACKAGE_ROOT,
-            path=[folder for folder in sys.path if folder],
-            descriptor=theirs.fileno(),
-            parent=os.getpid(),
-        )
+        path = [folder for folder in sys.path if folder]
+        program = _PROGRAM.format(root=_PACKAGE_ROOT, path=path, descriptor=theirs.fileno(), parent=os.getpid())
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
@@ -171,7 +167,11 @@ class RemoteObject(ChildProcess):
         super().__init__(f"{__name__}:_serve", make, *arguments, environment=environment)
         self._silence_s = silence_s
         self._ids = count(_READY + 1)
-        _limit_waits(self.connection, silence_s)
+        # A read or write that moves no byte for so long raises ``BlockingIOError``.
+        limit = struct.pack("@ll", int(silence_s), int(silence_s % 1 * 1e6))
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def wait_until_ready(self, limit_s: float) -> None:
         """Wait until the object has been made.
@@ -345,11 +345,3 @@ def _send(connection: Connection, message: Any) -> None:
 def _receive(connection: Connection) -> Any:
     """The next message. Both ends of the pipe are processes of this package, so that pickles can be trusted."""
     return pickle.loads(connection.recv_bytes())
-
-
-def _limit_waits(connection: Connection, seconds: float) -> None:
-    """Let a read or write that moves no byte for so long raise ``BlockingIOError``."""
-    limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
