@@ -5,10 +5,8 @@ rollout, ``r = exp(log_prob - rollout_log_prob)``.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from decimal import Decimal
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -103,10 +101,6 @@ class ImportanceSampling:
     """0 leaves small weights alone."""
     upper: float
     batch_normalize: bool = False
-
-    def bound(self, ratio: Any, outside: Any) -> Any:
-        """Weights from ratios and flags of the ratios beyond the bounds, as tensors."""
-        return WEIGHT_MODES[self.mode].bound(ratio, outside, self)
 
     @property
     def rejects(self) -> bool:
@@ -227,7 +221,7 @@ def _is_bounds(spec: ThresholdSpec, mode: str | None) -> tuple[str, float, float
         return mode, *_bounds(spec, name, zero_allowed=WEIGHT_MODES[mode].lower_may_be_zero)
     if is_band(spec):
         raise ValueError(f"{name}={spec!r}: truncation has one bound, the upper; give a single number.")
-    return mode, 0.0, parse_number(spec, name, band=spec)
+    return mode, 0.0, parse_number(spec, name, _BAND_FORM)
 
 
 def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, ...]:
@@ -241,7 +235,7 @@ def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, .
             if is_band(entry):
                 _bounds(entry, "rollout_rs_threshold", zero_allowed=True)
             elif entry not in (None, AUTO):
-                parse_number(entry, "rollout_rs_threshold", band=spec)
+                parse_number(entry, "rollout_rs_threshold", _BAND_FORM)
         return ()
     if not isinstance(rollout_rs, str):
         raise TypeError(f"rollout_rs must be a string or null, got {show(rollout_rs)}.")
@@ -255,18 +249,15 @@ def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, .
     if spec is None:
         raise ValueError(f"rollout_rs={named!r} needs rollout_rs_threshold.")
     # The batch carries one bound for each row, which cannot serve two criteria.
-    if AUTO in entries and spec != AUTO:
-        raise ValueError(f"rollout_rs_threshold={spec!r}: auto stands alone, for one criterion; give it, or numbers.")
-    if spec == AUTO and (len(options) > 1 or options[0].startswith("token")):
+    if AUTO in entries and (len(entries) > 1 or len(options) > 1 or options[0].startswith("token")):
         raise ValueError(
-            f"rollout_rs_threshold='auto' calibrates one criterion of whole rows, got {named!r}; give one of the seq_ "
-            "criteria in rollout_rs, e.g. seq_mean_k1, or thresholds."
+            f"rollout_rs_threshold={spec!r}: auto stands alone and calibrates one criterion of whole rows, got "
+            f"{named!r}; give one of the seq_ criteria in rollout_rs, e.g. seq_mean_k1, or thresholds."
         )
     if len(entries) not in (1, len(options)):
-        near = _near_band(spec) if len(options) == 1 else ""
         raise ValueError(
             f"rollout_rs_threshold={show(spec)} has {len(entries)} entries; give one for all or one for each of "
-            f"{', '.join(options)}; for k1 {_BAND_FORM}{near}."
+            f"{', '.join(options)}; for k1 {_BAND_FORM}."
         )
     # One threshold serves all criteria, as in verl.
     if len(entries) == 1:
@@ -283,40 +274,24 @@ def _criterion(option: str, entry: ThresholdSpec) -> Criterion:
     if statistic == "k1":
         lower, upper = _bounds(entry, name, zero_allowed=True)
         return Criterion(option, aggregate, statistic, math.log(upper), _log(lower))
-    if is_band(entry):
-        raise ValueError(f"{name} is one upper bound, got {show(entry)}; only k1 criteria take 'lower_upper'.")
     return Criterion(option, aggregate, statistic, parse_number(entry, name))
-
-
-def mirror_k1(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
-    """The same thresholds with verl's reading: the k1 band applied to ``-l`` instead of ``l``."""
-    return tuple(
-        replace(c, lower=-c.upper, upper=-c.lower, mirrored=True) if c.statistic == "k1" else c for c in criteria
-    )
 
 
 # Numbers and bands as users write them.
 
 _BAND_FORM = "give a number, or 'lower_upper' as in '0.5_2.0'"
 _NUMBER_FORM = "give one number"
-_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
-# Bands that users write by habit from other tools: 0.5-2.0, 0.5:2.0, 0.5..2.0, 0.5 to 2.0.
-_TWO_NUMBERS = re.compile(rf"\W*({_NUMBER})(?:\s*[-,;:/~|]\s*|\s+|\s*\.\.+\s*|\s*to\s*)({_NUMBER})\W*", re.ASCII)
 
 
-def plain_threshold(value: object, name: str, *, band: bool = True) -> ThresholdSpec:
-    """``value`` as an int, float or string; numbers of other types (numpy's, ``Decimal``) become floats.
-
-    Args:
-        band: the threshold may be a band.
+def plain_threshold(value: object, name: str, form: str = _BAND_FORM) -> ThresholdSpec:
+    """``value`` as an int, float or string; numbers of other types, such as numpy's, become floats.
 
     Raises:
-        TypeError: a bool, a list, or anything else that is neither a number nor a string.
+        TypeError: a bool, a list, or anything else that is neither a number nor a string; ``form`` is the remedy.
     """
     if value is None or type(value) in (int, float, str):
         return value  # pyright: ignore[reportReturnType]
-    if isinstance(value, bool) or not isinstance(value, (Real, Decimal, str)):
-        form = f"{_BAND_FORM}{_near_band(value)}" if band else _NUMBER_FORM
+    if isinstance(value, bool) or not isinstance(value, (Real, str)):
         kind = ", not a boolean" if isinstance(value, bool) else ""  # verl's words
         raise TypeError(f"{name} must be a number or a numeric string{kind}, got {show(value)}; {form}.")
     return value if isinstance(value, str) else float(value)
@@ -331,33 +306,26 @@ def split_band(spec: str, name: str) -> tuple[str, str]:
     """``(lower, upper)`` as written in ``"lower_upper"``; ``ValueError`` unless there are two parts."""
     # Python reads "1_2" as 12, so that a third part would pass unnoticed.
     parts = [part.strip() for part in spec.split("_")]
-    if len(parts) > 2:
+    if len(parts) != 2:
         raise ValueError(f"{name}: {show(spec)} has {len(parts)} parts; {_BAND_FORM}.")
-    if "" in parts:
-        raise ValueError(f"{name}: {show(spec)} lacks a bound; {_BAND_FORM}.")
     return parts[0], parts[1]
 
 
-def parse_number(value: object, name: str, *, band: object = None, zero_allowed: bool = False) -> float:
+def parse_number(value: object, name: str, form: str = _NUMBER_FORM, *, zero_allowed: bool = False) -> float:
     """A positive, finite-or-infinite float from a number or numeric string.
 
-    Args:
-        band: the whole threshold that ``value`` is a part of, for messages; None: there is no band.
-
     Raises:
-        TypeError: a bool, or neither a number nor a string.
+        TypeError: a bool, or neither a number nor a string; ``form`` is the remedy, also of what is no number.
         ValueError: not a number, NaN, negative, or zero where that is not allowed.
     """
-    value = plain_threshold(value, name, band=band is not None)
+    value = plain_threshold(value, name, form)
     # float() would read the _ as a separator of digits.
     if is_band(value):
         raise ValueError(f"{name}: {show(value)} is a band; {_NUMBER_FORM}.")
     try:
         number = float(value)  # pyright: ignore[reportArgumentType]
     except (ValueError, TypeError, OverflowError) as error:
-        written = value if band is None else band
-        form = _NUMBER_FORM if band is None else f"{_BAND_FORM}{_near_band(band)}"
-        raise ValueError(f"{name}: {show(written)} is not a number; {form}.") from error
+        raise ValueError(f"{name}: {show(value)} is not a number; {form}.") from error
     # NaN would compare as False everywhere, and keep or reject everything in silence.
     if math.isnan(number):
         raise ValueError(f"{name} must not be NaN.")
@@ -370,10 +338,10 @@ def _bounds(spec: ThresholdSpec, name: str, *, zero_allowed: bool) -> tuple[floa
     """The bounds of a ratio; the lower one of a lone number is its reciprocal, and may be 0 if ``zero_allowed``."""
     if isinstance(spec, str) and is_band(spec):
         below, above = split_band(spec, name)
-        upper = parse_number(above, name, band=spec)
-        lower = parse_number(below, f"{name} (lower bound)", band=spec, zero_allowed=zero_allowed)
+        upper = parse_number(above, name, _BAND_FORM)
+        lower = parse_number(below, f"{name} (lower bound)", _BAND_FORM, zero_allowed=zero_allowed)
     else:
-        upper = parse_number(spec, name, band=spec)
+        upper = parse_number(spec, name, _BAND_FORM)
         # A lone number is symmetric in the log ratio.
         lower = 1.0 / upper
     if lower > upper:
@@ -383,9 +351,3 @@ def _bounds(spec: ThresholdSpec, name: str, *, zero_allowed: bool) -> tuple[floa
 
 def _log(bound: float) -> float:
     return math.log(bound) if bound > 0.0 else -math.inf
-
-
-def _near_band(value: object) -> str:
-    """The band that two numbers may mean: '0.5-2.0', '0.5,2.0', [0.5, 2.0]."""
-    found = _TWO_NUMBERS.fullmatch(str(value)) if isinstance(value, (str, list, tuple)) else None
-    return f" (here '{found[1]}_{found[2]}')" if found else ""

@@ -23,18 +23,10 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.correction.numerics.compute import run_plan
-from flowgrpo_rc.correction.numerics.metrics import MetricTable
-from flowgrpo_rc.correction.numerics.moments import (
-    PREFIX,
-    RolloutCorrection,
-    deviation,
-    least,
-    mean,
-    most,
-    sample_deviation,
-)
+from flowgrpo_rc.correction.numerics.metrics import MetricTable, deviation, least, mean, most, sample_deviation
+from flowgrpo_rc.correction.numerics.moments import PREFIX, RolloutCorrection
 from flowgrpo_rc.correction.numerics.weights import row_mean, row_sum
-from flowgrpo_rc.correction.plan import RS_OPTIONS, SAFETY_BOUND, CorrectionPlan, ThresholdSpec, make_plan, mirror_k1
+from flowgrpo_rc.correction.plan import RS_OPTIONS, SAFETY_BOUND, CorrectionPlan, ThresholdSpec, make_plan
 
 __all__ = [
     "SAFETY_BOUND",
@@ -341,10 +333,8 @@ def install() -> Replacement:
     Raises:
         ImportError: verl is not installed.
     """
-    try:
-        from verl.trainer.ppo import rollout_corr_helper
-    except ImportError as error:
-        raise ImportError(f"install() replaces functions of verl 0.9.1, which cannot be imported: {error}") from error
+    from verl.trainer.ppo import rollout_corr_helper
+
     replacement = Replacement()
     functions = {name: globals()[name] for name in __all__ if name.startswith(("compute_", "apply_"))}
     replacement.apply(rollout_corr_helper, functions, package="verl")
@@ -381,7 +371,10 @@ def _plan(*options: Any, **named: Any) -> CorrectionPlan:
         raise ValueError("verl has the levels 'token' and 'sequence' for rollout_is, got 'geometric'.")
     if any(c.statistic == "k1" and c.lower == -math.inf for c in plan.criteria):
         raise ValueError("verl has no k1 band without a lower bound: give a positive one.")
-    return replace(plan, criteria=mirror_k1(plan.criteria))
+    mirrored = [
+        replace(c, lower=-c.upper, upper=-c.lower, mirrored=True) if c.statistic == "k1" else c for c in plan.criteria
+    ]
+    return replace(plan, criteria=tuple(mirrored))
 
 
 def _run(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, plan: CorrectionPlan) -> RolloutCorrection:
@@ -407,8 +400,6 @@ def weights_proto(weights: Tensor | None) -> Any:
     """
     if weights is None:
         return None
-    try:
-        from verl.protocol import DataProto
-    except ImportError as error:
-        raise ImportError(f"The weights are returned in verl's DataProto, and verl is missing: {error}") from error
+    from verl.protocol import DataProto
+
     return DataProto.from_dict(tensors={Key.ROLLOUT_IS_WEIGHTS: weights})

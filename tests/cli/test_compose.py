@@ -60,7 +60,7 @@ def test_correction_reaches_the_actor_from_either_place():
         ("=5", "cannot read the override '=5'; write key=value"),
         (f"{RC}.bypass_mode=yes", f"{RC}.bypass_mode must be true or false, got 'yes'"),
         (f"{RC}.rollout_is=none", f"{RC}.rollout_is: got 'none'; choose one of null, token"),
-        (f"{RC}.rollout_is_threshold=[0.5,2.0]", f"{RC}.rollout_is_threshold must be .* \\(here '0.5_2.0'\\)"),
+        (f"{RC}.rollout_is_threshold=[0.5,2.0]", f"{RC}.rollout_is_threshold must be .* as in '0.5_2.0'"),
         (f"{RC}.foo=1", f"{RC}: Unknown rollout-correction key 'foo'"),
         (f"{RC}.rollout_rs=seq_mean_k1,seq_mean_k3", f"""quotes: '{RC}.rollout_rs="seq_mean_k1,seq_mean_k3"'$"""),
         ("data.train_files=~/a.parquet", """write key=value: 'data.train_files="~/a.parquet"'"""),

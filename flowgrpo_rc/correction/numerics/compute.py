@@ -14,14 +14,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from flowgrpo_rc.correction.numerics import metrics
-from flowgrpo_rc.correction.numerics.moments import (
-    BATCH_NORM_FACTOR,
-    Figure,
-    Moments,
-    RolloutCorrection,
-    batch_divisor,
-    metrics_from_moments,
-)
+from flowgrpo_rc.correction.numerics.moments import Moments, RolloutCorrection, metrics_from_moments
 from flowgrpo_rc.correction.numerics.rejection import Rejection, by_element, rejection_mask
 from flowgrpo_rc.correction.numerics.weights import ImportanceWeights, LogRatios, importance_weights
 from flowgrpo_rc.correction.plan import CorrectionPlan, ThresholdSpec, make_plan
@@ -203,7 +196,7 @@ def correct_and_measure(
     table, of_criteria = _measure(plan, found)
     sums = None
     if plan.importance is not None and plan.importance.batch_normalize:
-        sums = table.sums(BATCH_NORM_FACTOR)
+        sums = table.sums(metrics.BATCH_NORM_FACTOR)
         # The mean covers the whole batch, which may be spread over ranks.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(sums, group=dp_group)
@@ -225,8 +218,8 @@ def correct_and_measure(
         raise ValueError("The mask has no valid element: there is nothing to correct.")
     weights = None if found.importance is None else found.importance.applied(x).view_as(log_prob)
     if weights is not None and sums:
-        figures[BATCH_NORM_FACTOR] = Figure(batch_divisor, tuple(sums))
-        weights = weights / figures[BATCH_NORM_FACTOR].value
+        figures[metrics.BATCH_NORM_FACTOR] = metrics.Figure(metrics.batch_divisor, tuple(sums))
+        weights = weights / figures[metrics.BATCH_NORM_FACTOR].value
     # In the mask's own dtype and with its values, which need not be 0 and 1.
     keep = found.rejection.keep.view_as(log_prob)
     kept = keep if mask is None else mask.masked_fill(~keep, 0)

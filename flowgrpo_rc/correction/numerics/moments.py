@@ -1,24 +1,17 @@
-"""Results of a correction, and the moments by which metrics merge exactly over micro-batches and ranks.
+"""Results of a correction, and the moments by which metrics merge exactly over micro-batches and ranks."""
 
-A metric is a function of a few numbers, its moments, which are sums or minima over elements or rows. Merging those
-makes a merged metric equal to the metric of the merged batch, which a mean of standard deviations would not be.
-"""
-
-import math
-import operator
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.correction.numerics.metrics import BATCH_NORM_FACTOR, Figure
 from flowgrpo_rc.correction.plan import CorrectionPlan
 
 PREFIX = "rollout_corr/"
-BATCH_NORM_FACTOR = "rollout_is_batch_norm_factor"
-ROUNDING = 2.0**-50
-"""Share of the mean square below which a variance is only rounding: that of a deviation of 3e-8 of the mean."""
 Metrics = dict[str, float]
 _SLIME_ONLY = "mis_"
 """Metrics that only slime has carry its names from the start."""
@@ -32,106 +25,6 @@ _SLIME = {
     "mis_batch_norm_factor": BATCH_NORM_FACTOR,
 }
 """Names of our metrics in slime's MIS helper."""
-
-
-# Metrics as functions of their merged moments; the first is the number of elements or rows.
-
-
-def mean(n: float, total: float) -> float:
-    """``E[x]``."""
-    return total / n
-
-
-def mean_excess(n: float, total: float) -> float:
-    """``E[x] - 1``."""
-    return total / n - 1.0
-
-
-def mean_from_one(n: float, excess: float) -> float:
-    """``E[x]`` from sums of ``x - 1``."""
-    return 1.0 + excess / n
-
-
-def chi_squared(n: float, excess: float, squares: float) -> float:
-    """``E[r^2] - 1`` of ``r - 1``."""
-    return (squares + 2.0 * excess) / n
-
-
-def deviation(n: float, total: float, squares: float) -> float:
-    """``sqrt(E[x^2] - E[x]^2)``; 0 for a single value."""
-    mean = total / n
-    variance = squares / n - mean * mean
-    # A difference of two equal squares is rounding noise, which the root would make visible.
-    return math.sqrt(variance) if n > 1 and variance > ROUNDING * squares / n else 0.0
-
-
-def sample_deviation(n: float, total: float, squares: float) -> float:
-    """``deviation`` with ``n - 1`` in the denominator."""
-    return deviation(n, total, squares) * math.sqrt(n / (n - 1.0)) if n > 1 else 0.0
-
-
-def _of_weights(
-    n: float, weight: float, squares: float, excess: float, excess_squares: float
-) -> tuple[float, float, float]:
-    """``E[w]``, ``E[w^2]`` and the deviation, from sums of ``w`` or of ``w - 1``, which is the more exact near 1."""
-    if weight / n <= 0.5:
-        return weight / n, squares / n, deviation(n, weight, squares)
-    square = 1.0 + 2.0 * (excess / n) + excess_squares / n
-    return 1.0 + excess / n, square, deviation(n, excess, excess_squares)
-
-
-def weight_mean(*sums: float) -> float:
-    """``E[w]``."""
-    return _of_weights(*sums)[0]
-
-
-def weight_deviation(*sums: float) -> float:
-    """``deviation`` of weights."""
-    return _of_weights(*sums)[2]
-
-
-def weight_sample_deviation(n: float, *sums: float) -> float:
-    """``sample_deviation`` of weights."""
-    return weight_deviation(n, *sums) * math.sqrt(n / (n - 1.0)) if n > 1 else 0.0
-
-
-def effective_size(*sums: float) -> float:
-    """``E[w]^2 / E[w^2]``, the effective sample size as a share."""
-    mean, square, _ = _of_weights(*sums)
-    return mean * mean / square if square > 0.0 and mean > 0.0 else 0.0
-
-
-def batch_divisor(n: float, weight: float, excess: float) -> float:
-    """The mean weight, by which batch normalisation divides; 1 where it is tiny."""
-    mean = weight_mean(max(n, 1.0), weight, 0.0, excess, 0.0)
-    return mean if mean > 1e-8 else 1.0
-
-
-def least(least: float) -> float:
-    """The minimum."""
-    return least
-
-
-def most(minus_most: float) -> float:
-    """The maximum, kept as the minimum of the negative, so that all extremes merge in one way."""
-    return -minus_most
-
-
-class Figure(NamedTuple):
-    """One metric: a function of its moments, and the moments on the host."""
-
-    finish: Callable[..., float]
-    numbers: tuple[float, ...]
-
-    @property
-    def value(self) -> float:
-        """The metric."""
-        return self.finish(*self.numbers)
-
-    def merge(self, other: "Figure") -> "Figure":
-        """The same metric of both batches together."""
-        join = min if self.finish in (least, most) else operator.add
-        return Figure(self.finish, tuple(join(a, b) for a, b in zip(self.numbers, other.numbers, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +127,8 @@ def merge_over_ranks(moments: Moments | None, dp_group: Any = None) -> Moments |
     # Ranks may hold nothing, so sizes differ: gather objects, not tensors.
     gathered: list[Moments | None] = [None] * torch.distributed.get_world_size(dp_group)
     torch.distributed.all_gather_object(gathered, moments, group=dp_group)
-    merged = MetricAccumulator()
-    for each in gathered:
-        if each is not None:
-            merged.add(each)
-    return merged._moments
+    there = [each for each in gathered if each is not None]
+    return functools.reduce(Moments.merge, there) if there else None
 
 
 def _moments(result: RolloutCorrection | Moments) -> Moments:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from flowgrpo_rc.correction.plan import SAFETY_BOUND, ImportanceSampling
+from flowgrpo_rc.correction.plan import SAFETY_BOUND, WEIGHT_MODES, ImportanceSampling
 
 
 class LogRatios:
@@ -40,22 +40,20 @@ class LogRatios:
         """``l`` within the safety bound."""
         return clamp(self.log_ratio)
 
-    @property
+    @cached_property
     def excess(self) -> Float[Tensor, "B T"]:
         """``r - 1`` of the clamped ``l``."""
-        return self._excess_and_k3[0]
-
-    @property
-    def k3(self) -> Float[Tensor, "B T"]:
-        """``k3 = r - 1 - l`` of the clamped ``l``."""
-        return self._excess_and_k3[1]
+        return self._exact_excess.to(self.clamped.dtype)
 
     @cached_property
-    def _excess_and_k3(self) -> tuple[Tensor, Tensor]:
+    def k3(self) -> Float[Tensor, "B T"]:
+        """``k3 = r - 1 - l`` of the clamped ``l``."""
+        return (self._exact_excess - self.clamped.double()).to(self.clamped.dtype)
+
+    @cached_property
+    def _exact_excess(self) -> Tensor:
         # Near l = 0 float32 rounds away the digits that standard deviations, chi-squared and k3 are made of.
-        exact = self.clamped.double()
-        growth = torch.expm1(exact)
-        return growth.to(self.clamped.dtype), (growth - exact).to(self.clamped.dtype)
+        return torch.expm1(self.clamped.double())
 
 
 def clamp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -130,5 +128,5 @@ def importance_weights(x: LogRatios, spec: ImportanceSampling) -> ImportanceWeig
         # A product of many ratios needs the range and the digits of float64.
         log_ratio = log_ratio.double()
     ratio = log_ratio.exp()
-    weight = spec.bound(ratio, low | high).masked_fill(~has_weight, 0.0)
+    weight = WEIGHT_MODES[spec.mode].bound(ratio, low | high, spec).masked_fill(~has_weight, 0.0)
     return ImportanceWeights(weight, ratio, log_ratio, low, high)

@@ -16,12 +16,7 @@ from flowgrpo_rc.checks import choice, show
 from flowgrpo_rc.correction.options import dialects
 from flowgrpo_rc.correction.options.presets import PRESET_NAMES, Presets
 from flowgrpo_rc.correction.options.quoting import refuse_unquoted_bands
-from flowgrpo_rc.correction.plan import (
-    CorrectionPlan,
-    make_plan,
-    parse_number,
-    plain_threshold,
-)
+from flowgrpo_rc.correction.plan import CorrectionPlan, make_plan, parse_number, plain_threshold
 from flowgrpo_rc.field_docs import documented_fields
 
 if TYPE_CHECKING:
@@ -237,13 +232,13 @@ def _translating(init: Callable[..., None]) -> Callable[..., None]:
         warning = ""
         # Canonical keywords need no translation, and dataclasses.replace passes all of them at every call.
         if dialects.is_legacy_level(keywords.get("rollout_rs")) or not known.keys() >= keywords.keys():
-            unknown = [key for key in keywords if not dialects.is_known(key, known)]
-            if unknown:
-                near = dialects.nearest(unknown[0], dialects.known_keys(known))
-                raise TypeError(
-                    f"{type(self).__name__} has no {unknown[0]!r}; nearest known: {near}. For another project's "
-                    "section there is from_dict."
-                )
+            for key in keywords:
+                if not dialects.is_known(key, known):
+                    near = dialects.nearest(key, dialects.known_keys(known))
+                    raise TypeError(
+                        f"{type(self).__name__} has no {key!r}; nearest known: {near}. For another project's section "
+                        "there is from_dict."
+                    )
             keywords, warning = self._canonical(keywords)
         # Before __init__, whose annotations exclude numpy's numbers.
         init(self, *args, **_of_plain_types(keywords))

@@ -92,16 +92,14 @@ def translate(values: Values, defaults: Values) -> tuple[dict[str, Any], str]:
 def refuse_beside_preset(values: Values, preset: str) -> None:
     """Refuses another dialect's key or value beside a preset; the ``ValueError`` has the canonical form."""
     forms = {**LEGACY, **SLIME}
+    if is_legacy_level(values.get("rollout_rs")):
+        forms["rollout_rs"] = f"rollout_rs: {LEVELS[values['rollout_rs']]}"
     for key, value in values.items():
-        if key == "rollout_rs" and is_legacy_level(value):
-            form = f"rollout_rs: {LEVELS[value]}"
-        elif key in forms:
-            form = forms[key]
-        else:
-            continue
-        raise ValueError(
-            f"{key}={show(value)} beside preset {preset!r}: canonical keys alone override a preset; write {form}."
-        )
+        if key in forms:
+            raise ValueError(
+                f"{key}={show(value)} beside preset {preset!r}: canonical keys alone override a preset; write "
+                f"{forms[key]}."
+            )
 
 
 def named_keys(values: Values, canonical: Iterable[str]) -> dict[str, Any]:
@@ -213,16 +211,13 @@ def _legacy_mode(values: Values) -> dict[str, Any]:
     pure = {key: _switch(values, key) for key in ("use_pure_rollout_correction", "use_policy_gradient")}
     if set(pure.values()) >= {True, False}:
         raise ValueError(f"{' and '.join(pure)} are two names of one switch; they must not contradict each other.")
-    loss = values.get("loss_type")
     for key, on in pure.items():
         if on and changes.get("bypass_mode", values.get("bypass_mode")) is False:
             raise ValueError(f"{key}=true needs bypass mode, which is explicitly false.")
-        if on and loss not in (None, "reinforce"):
-            raise ValueError(f"{key}=true means loss_type=reinforce, but loss_type={loss!r}.")
-        if on is False and loss == "reinforce":
-            raise ValueError(f"{key}=false contradicts loss_type='reinforce', which it would mean if it were true.")
         if on:
-            changes.update(bypass_mode=True, loss_type="reinforce")
+            changes |= {"bypass_mode": True, "loss_type": "reinforce"}
+        elif on is False:
+            changes["loss_type"] = "ppo_clip"
     return changes
 
 
@@ -260,15 +255,14 @@ def _of_slime(values: Values) -> tuple[dict[str, Any], list[str]]:
         _bound(bounds, "tis_lower_bound")
         threshold = _bound(bounds, "tis_upper_bound")
     if weighs:
-        mode = values.get("tis_mode") or "truncate"
-        if mode != "truncate":
+        changes["rollout_is_mode"] = values.get("tis_mode") or "truncate"
+        if changes["rollout_is_mode"] != "truncate":
             threshold = band(bounds, "tis_lower_bound", "tis_upper_bound")
-        changes.update(
-            rollout_is_mode=mode, rollout_is_threshold=threshold, rollout_is_batch_normalize=bool(normalizes)
-        )
+        changes["rollout_is_threshold"] = threshold
+        changes["rollout_is_batch_normalize"] = bool(normalizes)
     if rejects:
-        level = values.get("rs_level") or "token"
-        changes.update(rollout_rs=LEVELS[level], rollout_rs_threshold=_slime_rejection_band(bounds))
+        changes["rollout_rs"] = LEVELS[values.get("rs_level") or "token"]
+        changes["rollout_rs_threshold"] = _slime_rejection_band(bounds)
     return changes, idle
 
 
@@ -276,17 +270,17 @@ def _slime_rejection_band(bounds: Values) -> str:
     """The band of rejection; a bound that is not set falls back to the bound of the weights."""
     lower_key = "tis_lower_bound" if bounds.get("rs_lower_bound") is None else "rs_lower_bound"
     upper_key = "tis_upper_bound" if bounds.get("rs_upper_bound") is None else "rs_upper_bound"
-    chosen = {lower_key: bounds.get(lower_key), upper_key: bounds[upper_key]}
+    lower = bounds.get(lower_key)
     tis_upper = bounds["tis_upper_bound"]
     # A whole band has its own lower bound, unless rejection names one, which is then an error.
-    if is_band(chosen[upper_key]):
-        chosen[lower_key] = bounds.get("rs_lower_bound")
+    if is_band(bounds[upper_key]):
+        lower = bounds.get("rs_lower_bound")
     # slime takes it from the weights' upper bound, whatever rs_upper_bound is.
-    elif chosen[lower_key] is None and is_band(tis_upper):
-        chosen[lower_key] = split_band(tis_upper, "tis_upper_bound")[0]
-    elif chosen[lower_key] is None:
-        chosen[lower_key] = 1.0 / parse_number(tis_upper, "tis_upper_bound")
-    return band(chosen, lower_key, upper_key)
+    elif lower is None and is_band(tis_upper):
+        lower = split_band(tis_upper, "tis_upper_bound")[0]
+    elif lower is None:
+        lower = 1.0 / parse_number(tis_upper, "tis_upper_bound")
+    return band({**bounds, lower_key: lower}, lower_key, upper_key)
 
 
 def _switch(values: Values, key: str) -> bool | None:

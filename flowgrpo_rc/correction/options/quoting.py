@@ -4,6 +4,7 @@ The command line reads a threshold's value as bounds. A YAML file with unquoted 
 rules have made one number of them.
 """
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -17,8 +18,6 @@ _THRESHOLD_KEYS = (
     *("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
 )
 _BAND = r"(?=[\w.+-]*_)[-+]?[.\d][\w.+-]*"
-_LINE = re.compile(rf"^\s*([\w-]+)(\s*:\s*)({_BAND})\s*(?:#.*)?$", re.ASCII)
-"""``key: 0.5_5`` on a line of a YAML file."""
 _ENTRY = re.compile(rf"([\w-]+)(\s*:\s*)({_BAND})(?=\s*[,}}])", re.ASCII)
 """``key: 0.5_5`` inside of braces."""
 
@@ -58,21 +57,18 @@ def refuse_unquoted_bands(path: Path) -> None:
     """
     import yaml
 
-    text = path.read_text(encoding="utf-8")
     try:
-        yaml.compose(text, Loader=yaml.SafeLoader)
+        # Only parsed, since a loaded file no longer shows how a number was written.
+        events = list(yaml.parse(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
-    # In the text, since a parsed file no longer shows how a number was written.
-    for number, line in enumerate(text.splitlines(), start=1):
-        for found in (*_LINE.finditer(line), *_ENTRY.finditer(line)):
-            key = found[1]
-            value = found[3]
-            if _is_threshold(key) and _is_number(value):
-                raise ValueError(
-                    f"{path}, line {number}: {key}: got {value} without quotes, which YAML reads as one number, "
-                    f'without the _. Write {key}: "{value}" for the band.'
-                )
+    scalars = [event for event in events if isinstance(event, yaml.ScalarEvent)]
+    for key, value in itertools.pairwise(scalars):
+        if value.style is None and "_" in value.value and _is_threshold(key.value) and _is_number(value.value):
+            raise ValueError(
+                f"{path}, line {value.start_mark.line + 1}: {key.value}: got {value.value} without quotes, which YAML "
+                f'reads as one number, without the _. Write {key.value}: "{value.value}" for the band.'
+            )
 
 
 def _is_threshold(key: str) -> bool:
