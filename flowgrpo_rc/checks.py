@@ -11,11 +11,9 @@ def choice(field: str, value: object, options: Sequence[object]) -> None:
 
 
 def path(field: str, value: object) -> None:
-    """Raise ``ValueError`` unless ``value`` is text that can name a file or folder: not blank, without NUL."""
+    """Raise ``ValueError`` unless ``value`` is text that is not blank."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{field}: got {value!r}; give a path, as text")
-    if "\0" in value:
-        raise ValueError(f"{field}: got {value!r}; a path cannot hold a NUL character")
 
 
 def show(value: object) -> str:

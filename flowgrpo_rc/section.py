@@ -16,8 +16,6 @@ from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_ty
 
 from flowgrpo_rc.checks import show
 
-LARGEST_INTEGER = 2**63 - 1
-"""The largest integer that torch's and numpy's generators, tensors' sizes and a run's files all take."""
 _TRUE = ("true", "yes", "on", "y", "1")
 _FALSE = ("false", "no", "off", "n", "0")
 _IN_WORDS = {
@@ -41,7 +39,7 @@ class Check:
     """A condition within an annotation: ``Annotated[int, Check(lambda n: n >= 2, "give at least 2")]``."""
 
     holds: Callable[[Any], object]
-    remedy: str | Callable[[], str]
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,7 @@ def read_mapping(remedy: str) -> Callable[[Any], dict[str, Any]]:
 
 def one_of(options: Collection[str]) -> Check:
     """The condition that a text is one of ``options``, a table whose rows may be added later."""
-    # Read when a value is checked, so that a registered row counts at once.
-    return Check(lambda value: value in options, lambda: f"choose one of {', '.join(options)}")
+    return Check(lambda value: value in options, f"choose one of {', '.join(options)}")
 
 
 _POSITIVE = Check(lambda number: number > 0, "give a number above 0")
@@ -86,9 +83,8 @@ PositiveInt = Annotated[int, _POSITIVE]
 PositiveFloat = Annotated[float, _POSITIVE]
 NonNegativeInt = Annotated[int, _NON_NEGATIVE]
 NonNegativeFloat = Annotated[float, _NON_NEGATIVE]
-_NO_NUL = Check(lambda text: "\0" not in text, "a path cannot hold a NUL character")
-PathText = Annotated[str, Check(str.strip, "give a path, as text"), _NO_NUL]
-PathOrEmpty = Annotated[str, Check(lambda text: text == "" or text.strip(), "give a path, as text"), _NO_NUL]
+PathText = Annotated[str, Check(str.strip, "give a path, as text")]
+PathOrEmpty = Annotated[str, Check(lambda text: text == "" or text.strip(), "give a path, as text")]
 
 
 class Problems(ValueError):
@@ -131,11 +127,10 @@ class Section:
             for name, value in _converted(type(self), given).items():
                 setattr(self, name, value)
             # Rules between fields read converted values, so they come last.
-            found = list(self.problems())
+            if found := list(self.problems()):
+                raise Problems(found)
         except Problems as error:
             raise Problems(error.found, section) from None
-        if found:
-            raise Problems(found, section)
 
     def problems(self) -> Iterator[str]:
         """A message for each broken rule between fields; it begins with a field's name."""
@@ -160,8 +155,8 @@ def convert(kind: Any, value: Any) -> Any:
 
     Raises:
         Problems: ``kind`` is a section with wrong fields.
-        ValueError: the type is wrong, the number is not finite or too large, or a condition does not hold; the message
-            begins with ``got``.
+        ValueError: the type is wrong, the number is not finite, or a condition does not hold; the message begins with
+            ``got``.
     """
     # Reported before: the parents only learn that the section is incomplete.
     if value is INVALID:
@@ -174,8 +169,7 @@ def convert(kind: Any, value: Any) -> Any:
         return None
     value = plain(value)
     names: list[str] = []
-    for option in options:
-        base, conditions = _split(option)
+    for base, conditions in map(_split, options):
         if conditions and isinstance(conditions[0], Read):
             return conditions[0].function(value)
         if base is Any:
@@ -185,17 +179,17 @@ def convert(kind: Any, value: Any) -> Any:
             continue
         names.append(_in_words(base))
         try:
-            result = _convert(base, value)
-            _hold(conditions, [result])
+            return _convert(base, conditions, value)
         except TypeError:
-            # The range of a number is the clearer remedy for NaN and infinity than its type.
-            if base is float and conditions and isinstance(value, float):
-                raise ValueError(f"got {show(value)}; {_remedy(conditions[0])}{or_null}") from None
             continue
         except ValueError as error:
             raise ValueError(f"{error}{or_null}") from None
-        return result
-    raise ValueError(f"got {show(value)}; {_why_not(options, value)}give {' or '.join(names)}{or_null}")
+    why = ""
+    if isinstance(value, float) and not math.isfinite(value):
+        why = "that is not finite; "
+    elif isinstance(value, str) and _IN_WORDS[int] in names:
+        why = "it could not be converted to Integer; "
+    raise ValueError(f"got {show(value)}; {why}give {' or '.join(names)}{or_null}")
 
 
 def plain(value: Any) -> Any:
@@ -216,14 +210,12 @@ def _section(kind: type[Section], value: Any) -> Section:
             near = difflib.get_close_matches(unknown[0], known, n=1)
             nearest = f"; nearest: {near[0]}" if near else ""
             raise ValueError(f"has no key {', '.join(unknown)}{nearest}; its keys are {', '.join(known)}")
-        made = kind(**_converted(kind, value))
-    elif isinstance(value, kind):
-        made = value
-    else:
+        value = kind(**_converted(kind, value))
+    elif not isinstance(value, kind):
         raise ValueError(f"got {show(value)}; give a {kind.__name__} or a mapping of its keys")
-    # An object may have been changed since it was made, and classes of several sections are checked here alone.
-    made.check("")
-    return made
+    # Classes of several sections are checked here alone.
+    value.check("")
+    return value
 
 
 def _converted(kind: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,47 +235,35 @@ def _converted(kind: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _convert(kind: Any, value: Any) -> Any:
+def _convert(kind: Any, conditions: Sequence[Check], value: Any) -> Any:
     """``value`` as a ``kind`` without null; raises ``TypeError`` where the type is wrong, ``ValueError`` otherwise."""
     if get_origin(kind) is list and isinstance(value, list | tuple):
-        base, conditions = _split(get_args(kind)[0])
-        items = [_convert(base, item) for item in value]
-        _hold(conditions, items)
-        return items
-    if not isinstance(value, str | int | float):
+        result: Any = [_convert(*_split(get_args(kind)[0]), item) for item in value]
+    elif not isinstance(value, str | int | float):
         raise TypeError
     # YAML's words for truth arrive as text from a shell.
-    if kind is bool and str(value).lower() in (*_TRUE, *_FALSE):
-        return str(value).lower() in _TRUE
-    if kind is str:
-        return str(value)
+    elif kind is bool and str(value).lower() in (*_TRUE, *_FALSE):
+        result = str(value).lower() in _TRUE
+    elif kind is str:
+        result = str(value)
     # True is an int in Python, but never a count that somebody meant.
-    if kind not in (int, float) or isinstance(value, bool) or (kind is int and isinstance(value, float)):
+    elif kind not in (int, float) or isinstance(value, bool) or (kind is int and isinstance(value, float)):
         raise TypeError
-    # Text that spells no number is of another type, such as the word auto.
-    try:
-        number = kind(value)
-    except (ValueError, OverflowError):
-        raise TypeError from None
-    if not math.isfinite(number):
-        raise TypeError
-    if kind is int and abs(number) > LARGEST_INTEGER:
-        raise ValueError(
-            f"got {show(value)}; that is beyond 2**63 - 1, the largest integer that torch and numpy take; give a "
-            "whole number"
-        )
-    return number
-
-
-def _hold(conditions: Sequence[Check], values: Sequence[Any]) -> None:
+    else:
+        # Text that spells no number is of another type, such as the word auto.
+        try:
+            result = kind(value)
+        except (ValueError, OverflowError):
+            raise TypeError from None
+        if not math.isfinite(result):
+            # The range of a number is the clearer remedy than its type.
+            if conditions and isinstance(value, float):
+                raise ValueError(f"got {show(value)}; {conditions[0].remedy}")
+            raise TypeError
     for condition in conditions:
-        for value in values:
-            if not condition.holds(value):
-                raise ValueError(f"got {show(value)}; {_remedy(condition)}")
-
-
-def _remedy(condition: Check) -> str:
-    return condition.remedy if isinstance(condition.remedy, str) else condition.remedy()
+        if not condition.holds(result):
+            raise ValueError(f"got {show(result)}; {condition.remedy}")
+    return result
 
 
 def _split(kind: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -295,11 +275,3 @@ def _in_words(kind: Any) -> str:
     if get_origin(kind) is list:
         kind = list[_split(get_args(kind)[0])[0]]
     return _IN_WORDS.get(kind, str(kind))
-
-
-def _why_not(options: Sequence[Any], value: Any) -> str:
-    """The reason beyond the type, if there is one."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "that is not finite; "
-    wants_integer = any(_split(option)[0] is int for option in options)
-    return "it could not be converted to Integer; " if wants_integer and isinstance(value, str) else ""

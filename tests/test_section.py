@@ -15,7 +15,6 @@ from flowgrpo_rc.models.config import CHECKPOINTING_FROM, ModelConfig
 from flowgrpo_rc.rollout.config import RolloutAlgoConfig, RolloutConfig
 from flowgrpo_rc.section import (
     INVALID,
-    LARGEST_INTEGER,
     Check,
     PositiveFloat,
     PositiveInt,
@@ -34,7 +33,7 @@ NumberOrAuto = PositiveFloat | Annotated[str, Check(lambda word: word == "auto",
     ("kind", "value", "result"),
     [
         (float, 1, 1.0), (float, "1e-3", 1e-3), (float | None, None, None), (NumberOrAuto, 1, 1.0),
-        (NumberOrAuto, "auto", "auto"), (int, "7", 7), (int, LARGEST_INTEGER, LARGEST_INTEGER), (bool, "yes", True),
+        (NumberOrAuto, "auto", "auto"), (int, "7", 7), (bool, "yes", True),
         (bool, 0, False), (str, 5, "5"), (list[float], [0, 1], [0.0, 1.0]), (list[int] | None, (0, 5), [0, 5]),
         (Names, ["a"], ["a"]), (Any, object, object), (int, numpy.int64(3), 3), (float, numpy.float32(0.5), 0.5),
     ],
@@ -49,8 +48,6 @@ def test_values_become_their_fields_type(kind, value, result):
     ("kind", "value", "says"),
     [
         (int, "many", "got 'many'; it could not be converted to Integer; give a whole number"),
-        (int | None, 2**63, "got 9223372036854775808; that is beyond 2**63 - 1, the largest integer that torch and "
-                            "numpy take; give a whole number or null"),
         (int, 8.5, "got 8.5; give a whole number"),
         (int, True, "got True; give a whole number"),
         (int | None, [1], "got [1]; give a whole number or null"),
@@ -135,9 +132,7 @@ def test_check_repeats_the_checks_after_a_change():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: TrainerConfig(seed=2**70), "trainer.seed: got 1180591620717411303424; that is beyond"),
         (lambda: TrainerConfig(default_local_dir=" "), "trainer.default_local_dir: got ' '; give a path"),
-        (lambda: TrainerConfig(resume_from_path="a\0b"), "resume_from_path: got 'a.x00b'; a path cannot hold"),
         (lambda: ModelConfig(lora_rank=0), "lora_rank: got 0; a LoRA is what is trained, never all weights: .*rank=64"),
         (lambda: ModelConfig(lora_dtype="float16"), "model.lora_dtype: got 'float16'; choose one of float32, bfloat16"),
         (lambda: OptimizerConfig(lr_warmup_steps_ratio=1.5), "lr_warmup_steps_ratio: got 1.5; give a share of the run"),
