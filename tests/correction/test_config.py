@@ -5,7 +5,6 @@ import functools
 import math
 import re
 import warnings
-from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
@@ -296,12 +295,10 @@ FIELDS = {"rollout_is_threshold": {"rollout_is": "token"}, "rollout_rs_threshold
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        *((v, "(here '0.6_1.4')") for v in ("0.6-1.4", "0.6, 1.4", "0.6 to 1.4", [0.6, 1.4])),
-        ("1e-3-2", "(here '1e-3_2')"),
         # Python reads "1_2" as 12, so that [0.5, 12] would be kept
         *((v, f"'{v}' has {v.count('_') + 1} parts; ") for v in ("0.5_1_2", "1_2_3", "0.5__2", "1_000_000")),
-        *((v, "") for v in ("_2", "2_", "_", "0.5_x", "x_2", "2.0x", "two", "", " ", "0,5_2")),
-        *((v, "") for v in ([], {}, {"lower": 0.5}, np.array([0.5, 2.0]))),
+        *((v, "") for v in ("_2", "2_", "_", "0.5_x", "x_2", "2.0x", "two", "", " ", "0,5_2", "0.6-1.4")),
+        *((v, "") for v in ([], [0.6, 1.4], {}, {"lower": 0.5}, np.array([0.5, 2.0]))),
     ],
 )
 def test_what_is_no_threshold_shows_the_form_in_one_short_line(key, value, said):
@@ -318,7 +315,7 @@ def test_what_is_no_threshold_shows_the_form_in_one_short_line(key, value, said)
 @pytest.mark.parametrize("key", FIELDS)
 @pytest.mark.parametrize(
     "value",
-    [np.float64(1.5), np.float32(1.5), np.float16(1.5), Decimal("1.5"), Fraction(3, 2), "1.5", " 1.5 ", "1.5e0"],
+    [np.float64(1.5), np.float32(1.5), np.float16(1.5), Fraction(3, 2), "1.5", " 1.5 ", "1.5e0"],
 )
 def test_numbers_of_every_type_are_numbers(key, value):
     """In a test because a resolved configuration is written as YAML, which knows Python's own types alone."""
