@@ -57,11 +57,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _alone(name: str, config: RewardConfig) -> RewardConfig:
-    """The configuration with this reward as the only one.
-
-    Raises:
-        ValueError: there is no such reward.
-    """
+    """The configuration with this reward as the only one; a ``ValueError`` if there is no such reward."""
     # A model of ``reward_model`` is started only for a reward that calls it; it may take minutes and a GPU.
     custom = config.custom_reward_function
     own = config.reward_functions

@@ -180,7 +180,6 @@ def _changes_nothing(condition: str | None, value: Any, tree: Mapping[str, Any])
 
 @cache
 def _file() -> Mapping[str, Any]:
-    """``foreign_keys.yaml``."""
     text = resources.files("flowgrpo_rc.cli").joinpath("foreign_keys.yaml").read_text(encoding="utf-8")
     # The loader in C takes a twentieth of the time.
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -294,7 +293,6 @@ class Translation:
         return first in self.overridden and second not in self.overridden
 
     def _contradiction(self, subject: str, found: str, other: str, value: Any, leave_out: str = "one") -> None:
-        """Refuse two values for one setting."""
         self.refusals.wrong(
             f"{subject}: got {found}, but {other} is {show(value)}, and the two are one setting here; leave "
             f"{leave_out} out"

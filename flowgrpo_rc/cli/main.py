@@ -178,11 +178,8 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    from flowgrpo_rc.checks import path
     from flowgrpo_rc.data import prepare_ocr
 
-    path("--input", arguments.input)
-    path("--output", arguments.output)
     for file in prepare_ocr(arguments.input, arguments.output):
         print(f"{file.path}: {file.num_prompts} prompts ({file.split})")
     return 0

@@ -78,12 +78,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _reward(arguments: argparse.Namespace) -> RewardMix:
-    """The served function, checked and guarded as in a run.
-
-    Raises:
-        ValueError: it cannot be served; names the option and what to do.
-        ImportError: it is a built-in reward whose packages are not installed.
-    """
+    """The served function, checked and guarded as in a run."""
     try:
         if arguments.reward is not None:
             section = _section(arguments.reward, arguments.overrides)

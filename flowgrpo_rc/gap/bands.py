@@ -46,11 +46,7 @@ class NewestValues:
             self._values.setdefault(timestep, deque(maxlen=self._memory)).append(value)
 
     def _quantile(self, timestep: float, quantile: float) -> float:
-        """The quantile there, or over all timesteps with fewer than ``ENOUGH`` values.
-
-        Raises:
-            RuntimeError: nothing has been observed yet.
-        """
+        """The quantile there, or over all timesteps with fewer than ``ENOUGH`` values."""
         own = self._values.get(timestep, ())
         # A quantile of a few values would follow each of them; all timesteps together are at least of the right size.
         if len(own) < ENOUGH:

@@ -77,7 +77,6 @@ class Guard:
         return counts | {f"guard/alarm_{figure}": float(figure in causes) for figure in LIMITS}
 
     def _readings(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The figures to watch in the present mode."""
         found: dict[str, float] = {}
         if self.mode.has_limit:
             limit = self.mode.objective.limit

@@ -47,10 +47,7 @@ def advise(plan: MemoryPlan, gpus: Gpus) -> list[Change]:
 
 
 def _by_cost(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[dict[str, Any], str]]:
-    """Settings that are neither in force nor refused in the plan's run, each with its cost.
-
-    They go from changes that cost some time to one that changes numbers.
-    """
+    """Settings that are neither in force nor refused, from those that cost some time to one that changes numbers."""
     run = plan.run
     model, rollout, fsdp = run.model, run.rollout, run.actor.fsdp_config
     # An engine in the trainer's process has no weights of its own that could sleep or be dropped.

@@ -63,7 +63,6 @@ class FakePipeline:
         """The family's adapter, which calls the networks: a ``models.base.DiffusionModel`` or a part of one."""
 
     def _network(self, file: Path, entry: list[str], dtype: torch.dtype) -> nn.Module:
-        """One network as its configuration describes it."""
         library, class_name = entry
         content = _read_json(file)
         kind = getattr(import_module(library), class_name)
@@ -156,8 +155,7 @@ def parameters_of(network: nn.Module) -> int:
 
 def bytes_of(network: nn.Module) -> int:
     """Bytes of a network's parameters and buffers."""
-    tensors = [*network.parameters(), *network.buffers()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*network.parameters(), *network.buffers()))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

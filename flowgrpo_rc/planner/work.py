@@ -134,9 +134,8 @@ def split_seconds(flops: StepFlops, run: PlannedRun, gpus: Gpus, trainers: int, 
     engines = gpus.count - trainers
     images = run.images_of_batch(trainers)
     at_once = run.sampled_at_once(trainers)
-    of_each = engines // trainers
     # Engines draw whole micro-batches, so the last round may be partly empty.
-    rounds = -(-images // (at_once * of_each))
+    rounds = -(-images // (at_once * (engines // trainers)))
     most = min(images, rounds * at_once)
     alone = step_time(flops, run, Gpus(1, gpus.gigabytes)).engine
     learning = step_time(flops, run, Gpus(trainers, gpus.gigabytes)).update

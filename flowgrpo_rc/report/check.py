@@ -69,8 +69,9 @@ class Check:
             return None
         level, limit = limits.judge(found.value)
         advice = found.advice or self.advice_for(history)
-        if self.of_weights and not history.weights_act:
-            # A weight that enters no loss cannot spoil a run.
+        correction = history.mode.rollout_correction
+        # In bypass mode with PPO weights enter no loss and reject nothing, so that they cannot spoil a run.
+        if self.of_weights and not (correction.weights_act or correction.rollout_is_mode == "mask"):
             level = WATCH if level == PROBLEM else level
             advice = WEIGHTS_ONLY_DIAGNOSE
         return Finding(

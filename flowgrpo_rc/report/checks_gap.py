@@ -73,8 +73,7 @@ def float32_deviation(history: History) -> Measurement | None:
 
 def clipped(metric: str):
     """A recent clip fraction, if the objective clips."""
-    measure = recent_mean(metric)
-    return lambda history: measure(history) if history.clips else None
+    return lambda history: recent_mean(metric)(history) if history.clips else None
 
 
 def clipped_first(history: History) -> Measurement | None:

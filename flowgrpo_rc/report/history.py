@@ -283,12 +283,6 @@ class History:
         return self.mode.bypasses and self.clips_the_ratio
 
     @property
-    def weights_act(self) -> bool:
-        """Importance weights enter the loss or reject; in bypass mode with PPO they only diagnose."""
-        correction = self.mode.rollout_correction
-        return correction.weights_act or correction.rollout_is_mode == "mask"
-
-    @property
     def clip_width(self) -> float | None:
         """Half width of the clip band: the narrower side, or the recent mean of a calibrated band; None if unknown."""
         if self.configured_mode is None or not any(key.startswith("clip_ratio") for key in self.setting(LOSS) or ()):

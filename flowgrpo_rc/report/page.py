@@ -5,7 +5,10 @@
 
 import base64
 import io
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,9 @@ from flowgrpo_rc.report.health import CHECKS, check_health
 from flowgrpo_rc.report.history import LOSS, ROLLOUT, History, finite
 from flowgrpo_rc.report.panel import SETTINGS, Panel, draw_panel
 from flowgrpo_rc.report.panels import logged_panels
-from flowgrpo_rc.report.run import Run
 from flowgrpo_rc.report.summary import key_numbers
-from flowgrpo_rc.run_folder import write_whole
+from flowgrpo_rc.report.timeline import STEPS
+from flowgrpo_rc.run_folder import RunFolder, read_rows, write_whole
 
 UNFINISHED = "running or interrupted"
 # First line of a page.
@@ -31,6 +34,69 @@ PROBE_COLUMNS = {"mean |l|": "abs_mean", "90 %": "abs_q90", "largest": "abs_max"
 SIZE = (4.3, 2.75)
 # Pixels of a sample grid; a larger one is scaled down, so that the page stays small enough to mail.
 LONGEST_SIDE = 4096
+
+
+class NotARunError(ValueError):
+    """The folder holds no run to report on; the message names what is missing."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of a run folder."""
+
+    root: Path
+    rows: list[dict[str, Any]]
+    broken_lines: int
+    """Lines of ``metrics.jsonl`` that could not be read."""
+    config: dict[str, Any] | None
+    """``config.yaml``; None if there is none."""
+    samples: list[Path]
+    """Sample grids: the first and the last."""
+    probe: dict[str, Any] | None
+    """``probe.json``, if ``flowgrpo-rc probe --out`` wrote it here."""
+    config_text: str = ""
+    """``config.yaml`` as it is written."""
+    timeline: tuple[dict[str, Any], ...] = ()
+    """Last lines of ``timeline.jsonl``."""
+
+    @cached_property
+    def history(self) -> History:
+        """The rows as time series."""
+        return History(self.rows, self.config, self.broken_lines, self.timeline)
+
+
+def read_run(root: str | Path) -> Run:
+    """Read a run folder.
+
+    Raises:
+        NotARunError: no such folder, no ``metrics.jsonl`` in it, or no complete line in that.
+    """
+    import yaml
+
+    folder = RunFolder(Path(root))
+    if not folder.root.is_dir():
+        raise NotARunError(f"{root}: no such folder; give a run folder, e.g. outputs/PROJECT/EXPERIMENT")
+    if not folder.metrics.is_file():
+        raise NotARunError(f"{root}: not a run folder, it holds no metrics.jsonl; give the folder that a run writes")
+    rows, broken = read_rows(folder.metrics)
+    if not rows:
+        raise NotARunError(f"{folder.metrics}: no complete line in it; wait until a step is done")
+    config_text = folder.config.read_text(encoding="utf-8") if folder.config.is_file() else ""
+    probe = folder.root / "probe.json"
+    timeline = read_rows(folder.timeline)[0] if folder.timeline.is_file() else []
+    # The first grid shows the untrained model, the last one the present.
+    grids = list(folder.grids().values())
+    return Run(
+        root=folder.root,
+        rows=rows,
+        broken_lines=broken,
+        config=yaml.safe_load(config_text),
+        config_text=config_text,
+        samples=[grids[0], grids[-1]] if len(grids) > 1 else grids,
+        probe=json.loads(probe.read_text(encoding="utf-8")) if probe.is_file() else None,
+        # The page shows the last steps alone, and a long run has more lines than memory should hold.
+        timeline=tuple(timeline[-STEPS:]),
+    )
 
 
 def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[Finding]]:
@@ -143,7 +209,6 @@ def settings(history: History) -> list[tuple[str, str]]:
 
 
 def _limit(history: History) -> str:
-    """The objective's limit with its number."""
     limit = history.mode.objective.limit
     if not history.mode.objective.clips:
         return f"{limit.key} {history.setting(f'{LOSS}.{limit.key}')}"
@@ -213,7 +278,6 @@ def _data_uri(kind: str, content: io.BytesIO) -> str:
 
 
 def _samples(run: Run) -> list[dict[str, str]]:
-    """The first and the last sample grid."""
     titles = ("Before", "Now")[-len(run.samples) :]
     return [
         {"title": title, "step": path.stem.removeprefix("step_").lstrip("0") or "0", "uri": picture_uri(path)}

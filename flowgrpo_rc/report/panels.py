@@ -101,7 +101,6 @@ def _veto_levels(history: History) -> list[Level]:
 
 
 def _limits(history: History, check: str) -> Any:
-    """The limits of a check of the correction, for this kind of log-prob."""
     return next(c for c in CORRECTION_CHECKS if c.name == check).limits_for(history)
 
 

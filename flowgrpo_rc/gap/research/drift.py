@@ -122,12 +122,9 @@ class _Group:
 
     drift: Float[Tensor, " parameters"]
     images: int = 0
-    square: float = 0.0
-    """Of the norms of the images' gradients without a gap."""
-    steps: dict[float, int] = field(default_factory=dict)
-    """Number of steps by timestep."""
-    sketches: dict[float, Float[Tensor, " sketch"]] = field(default_factory=dict)
-    """Sum of the drifts by timestep."""
+    square: float = 0.0  # Of the norms of the images' gradients without a gap
+    steps: dict[float, int] = field(default_factory=dict)  # Number of steps by timestep
+    sketches: dict[float, Float[Tensor, " sketch"]] = field(default_factory=dict)  # Sum of the drifts by timestep
 
 
 class DriftMeter:
@@ -290,8 +287,7 @@ def without_correction(mode: ModeInForce) -> ModeInForce:
 
 
 def _shared(data: TensorDict, like: Tensor) -> dict[str, Tensor]:
-    present = set(data.keys())
-    return {name: data[name].to(like) for name in _SHARED_KEYS if name in present}
+    return {name: data[name].to(like) for name in _SHARED_KEYS if name in set(data.keys())}
 
 
 def _total(mode: ModeInForce, output: dict[str, Tensor], columns: dict[str, Tensor], images: int) -> Tensor:
