@@ -54,8 +54,7 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"
         self.lora = root / "lora"
         self.lora_ema = root / "lora_ema"
-        self.lock: RunLock | None = None
-        """Held by the process that writes the folder."""
+        self.lock: RunLock | None = None  # held by the process that writes the folder
 
     @classmethod
     def open(cls, root: str, *, fresh: bool, lock: bool = True) -> "RunFolder":

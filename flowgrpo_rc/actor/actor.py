@@ -52,8 +52,7 @@ class NonFiniteUpdateError(RuntimeError):
 
     def __init__(self, message: str, samples: Sequence[int]) -> None:
         super().__init__(message)
-        self.samples = list(samples)
-        """Rows of the batch on this process."""
+        self.samples = list(samples)  # rows of the batch on this process
 
 
 @dataclass(frozen=True)

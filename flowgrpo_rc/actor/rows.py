@@ -41,8 +41,7 @@ class RecordedSteps:
     ``conditioning``."""
 
     def __init__(self, batch: TensorDict, conditioning: Conditioning, device: torch.device) -> None:
-        self.window = int(batch[Key.TIMESTEPS].shape[1])
-        """Steps per image."""
+        self.window = int(batch[Key.TIMESTEPS].shape[1])  # steps per image
         self._device = device
         self._batch = batch
         present = set(batch.keys())

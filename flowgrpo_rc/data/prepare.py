@@ -20,12 +20,9 @@ SYSTEM_PROMPT = (
 class PreparedFile:
     """A file that was written."""
 
-    path: Path
-    """Place on the disk."""
-    split: str
-    """``train`` or ``test``."""
-    num_prompts: int
-    """Its number of rows."""
+    path: Path  # place on the disk
+    split: str  # ``train`` or ``test``
+    num_prompts: int  # its number of rows
 
 
 def prepare_ocr(

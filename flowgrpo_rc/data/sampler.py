@@ -45,8 +45,7 @@ class PromptSampler:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self.epoch = 0
-        """Number of the epoch, from 0, that the next batch belongs to."""
+        self.epoch = 0  # number of the epoch, from 0, that the next batch belongs to
         self._position = 0
 
     @property

@@ -141,10 +141,8 @@ class Conditioning:
 class Schedule:
     """A sampling schedule of ``N`` steps."""
 
-    timesteps: Float[Tensor, " N"]
-    """As the scheduler names them (0 to 1000)."""
-    sigmas: Float[Tensor, " N+1"]
-    """Noise levels, from at most 1 down to 0."""
+    timesteps: Float[Tensor, " N"]  # as the scheduler names them (0 to 1000)
+    sigmas: Float[Tensor, " N+1"]  # noise levels, from at most 1 down to 0
 
 
 class DiffusionModel(ABC):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from flowgrpo_rc.dtypes import DTYPES
+from flowgrpo_rc.dtypes import DTYPES, TRAINED_DTYPES
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.models.attention import ATTENTION_BACKENDS
 from flowgrpo_rc.section import Check, PathOrEmpty, PathText, PositiveInt, Section, one_of
@@ -27,8 +27,6 @@ CHECKPOINTING_FROM = 1_000_000_000
 """Parameters above which ``enable_gradient_checkpointing=null`` is on: activations of such a transformer are many times
 the LoRA's own memory."""
 
-# In float16 AdamW's eps of 1e-8 is 0, and its squared gradients underflow.
-TRAINED_DTYPES = [name for name, dtype in DTYPES.items() if dtype.fit_for_training]
 Rank = Annotated[
     int, Check(lambda rank: rank != 0, NO_FULL_TRAINING), Check(lambda rank: rank > 0, "give a number above 0")
 ]

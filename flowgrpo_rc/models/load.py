@@ -94,8 +94,7 @@ class PipelineLoader:
             self._pipe.register_modules(**later)
         for name, tokenizer in self._tokenizers.items():
             _check_tokenizer(files, name, tokenizer)
-        self.model = self._adapted()
-        """The pipeline as a model, as far as it has been read."""
+        self.model = self._adapted()  # the pipeline as a model, as far as it has been read
 
     def load(self, shard: Callable[[nn.Module], None] | None = None) -> DiffusionModel:
         """Read transformer and VAE and run both once; the model is then whole but for its text encoders.

@@ -40,8 +40,7 @@ class AdapterSync:
         self._known: deque[KnownAdapter] = deque(maxlen=lag + 1)
         # The adapter that the engine was given last; None for an average.
         self._given: KnownAdapter | None = None
-        self.held = HeldAdapter(-1, "")
-        """The adapter that images requested now must be drawn with."""
+        self.held = HeldAdapter(-1, "")  # the adapter that images requested now must be drawn with
 
     @property
     def behind(self) -> int:

@@ -147,8 +147,7 @@ class Timeline:
         self._zero = time.perf_counter()
         self._started = time.time()
         self._since = self._zero
-        self._known: set[str] = set()
-        """Engines that have started once."""
+        self._known: set[str] = set()  # engines that have started once
 
     def take(self, spans: Sequence[Span]) -> tuple[dict[str, Any], dict[str, float]]:
         """The line of a step for ``timeline.jsonl``, and the metrics of the engines; all processes call it at a step's
