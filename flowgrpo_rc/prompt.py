@@ -36,8 +36,7 @@ class ReferenceImage:
     """Bytes of the file, if the prompt file contains them."""
 
     def read(self) -> bytes:
-        """The bytes of its file. Raises ``ValueError`` with source and file if it is gone, or has changed since the
-        prompts were read."""
+        """The bytes of its file. ``ValueError`` if it is gone, or has changed since the prompts were read."""
         if self.content is not None:
             return self.content
         try:

@@ -139,10 +139,8 @@ class RunFolder:
     def replace_folder(
         self, target: Path, write: Callable[[Path], None], same: Callable[[Path, Path], bool]
     ) -> list[str]:
-        """Fill the folder ``target`` by ``write``, whole or not at all.
-
-        Returns the names of an earlier folder that was moved aside. One that is the ``same`` stays.
-        """
+        """Fill the folder ``target`` by ``write``, whole or not at all. Returns the names of an earlier folder that was
+        moved aside. One that is the ``same`` stays."""
         with temporary_folder(target) as temporary:
             write(temporary)
             for file in temporary.iterdir():
@@ -191,10 +189,8 @@ class RunFolder:
         return self.set_aside((*DRAWN_FROM_RECORDS, *present), self.next_number())
 
     def set_aside_after(self, step: int, number: int | None = None) -> list[str]:
-        """Back up everything after ``step``, and malformed lines; returns what was moved.
-
-        A run that is resumed at ``step`` makes these steps again, possibly with other settings.
-        """
+        """Back up everything after ``step``, and malformed lines; returns what was moved. A run that is resumed at
+        ``step`` makes these steps again, possibly with other settings."""
         number = self.next_number() if number is None else number
         moved = []
         for folder, what in ((self.samples, "sample grid(s)"), (self.profile, "file(s) of profiles")):
@@ -251,8 +247,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def sync_path(path: Path) -> None:
-    """``fsync`` of a closed file, or of a folder's list of names where the system can do that. Raises ``OSError`` if
-    the disk does not take the bytes."""
+    """``fsync`` of a closed file, or of a folder's list of names; ``OSError`` if the disk does not take the bytes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         _sync(descriptor)

@@ -171,10 +171,8 @@ class DiffusionActor:
 
     @torch.no_grad()
     def score(self, batch: TensorDict, conditioning: Conditioning) -> OldPolicy:
-        """Score the recorded steps: the old policy of the next update, on the host and not yet corrected.
-
-        It has transition means if the objective compares them.
-        """
+        """Score the recorded steps: the old policy of the next update, on the host and not yet corrected. It has
+        transition means if the objective compares them."""
         steps = RecordedSteps(batch, conditioning, self._accelerator.device)
         scored = self._score_steps(steps, torch.arange(len(batch)), means=self._compares_means)
         return OldPolicy(log_probs=scored["log_probs"], means=scored.get("transition_means"))
@@ -463,10 +461,8 @@ class DiffusionActor:
             vector_to_parameters(flat, bucket)
 
     def _refuse(self, update: "_Update", mini: MiniBatch) -> None:
-        """Find the samples whose gradient is not finite, by one backward pass each, and raise.
-
-        The gradient is a sum over all processes, so all of them come here, each with equally many samples.
-        """
+        """Find the samples whose gradient is not finite, by one backward pass each, and raise. The gradient is a sum
+        over all processes, so all of them come here, each with equally many samples."""
         bad = []
         # This is slow, but it runs once, right before the run ends.
         for place in torch.arange(len(mini.rows)).split(1):
@@ -477,8 +473,7 @@ class DiffusionActor:
         self._raise_non_finite("gradient", bad)
 
     def _raise_non_finite(self, what: str, samples: list[int]) -> NoReturn:
-        """Raise with all processes' samples in the message and this process's in ``samples``; every process must
-        call."""
+        """Raise with all processes' samples in the message, this one's in ``samples``; every process must call."""
         self.optimizer.zero_grad(set_to_none=True)
         shares = gather_object([samples])
         where = "in the sum of a mini-batch (no single sample is to blame)"

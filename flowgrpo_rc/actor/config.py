@@ -140,10 +140,8 @@ class OptimizerConfig(Section):
 
 
 def read_correction(value: Any) -> Any:
-    """The value of a field ``rollout_correction`` as a ``RolloutCorrectionConfig``.
-
-    A reference such as ``${algorithm.rollout_correction}`` stays, for the configuration tree to resolve.
-    """
+    """The value of a field ``rollout_correction`` as a ``RolloutCorrectionConfig``. A reference such as
+    ``${algorithm.rollout_correction}`` stays, for the configuration tree to resolve."""
     if isinstance(value, str) and value.startswith("${"):
         return value
     if not isinstance(value, Mapping | RolloutCorrectionConfig | None):

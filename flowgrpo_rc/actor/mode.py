@@ -49,20 +49,16 @@ class ModeInForce:
 
     @property
     def couples_steps(self) -> bool:
-        """True if the weight or rejection of a step depends on the other steps of its image.
-
-        Then an image's whole window must be scored before any of its steps can be learned from.
-        """
+        """True if the weight or rejection of a step depends on the other steps of its image. Then an image's whole
+        window must be scored before any of its steps can be learned from."""
         rc = self.rollout_correction
         # Bypass with PPO has no weights in its loss, so sequence weights couple nothing there.
         uses_weights = not self.bypasses or rc.loss_type == "reinforce"
         return rc.plan().couples_elements(uses_weights=uses_weights)
 
     def decoupled(self) -> ModeInForce:
-        """The same objective in decoupled mode, where the limit is centred at the actor's own log-probs.
-
-        A calibrated clip band gets its least width: without a gap at the limit's centre it needs no room for one.
-        """
+        """The same objective in decoupled mode, where the limit is centred at the actor's own log-probs. A calibrated
+        clip band gets its least width: without a gap at the limit's centre it needs no room for one."""
         loss = self.diffusion_loss
         if loss.clip_ratio == "auto":
             loss = replace(loss, clip_ratio=loss.auto_clip_min)

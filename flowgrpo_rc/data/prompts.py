@@ -1,7 +1,5 @@
-"""Prompt sets: text, JSON-lines and parquet files read into ``PromptRecord`` objects.
-
-To add a format, write a reader and add a line to ``READERS``.
-"""
+"""Prompt sets: text, JSON-lines and parquet files read into ``PromptRecord`` objects. To add a format, write a reader
+and add a line to ``READERS``."""
 
 import json
 import os

@@ -228,10 +228,8 @@ class DiffusionModel(ABC):
         true_cfg_scale: float = 1.0,
         section: str = "pipeline",
     ) -> None:
-        """Raise ``ValueError`` for a size or a guidance that the model does not support.
-
-        The messages name it in this ``section`` of ``actor_rollout_ref.rollout``.
-        """
+        """Raise ``ValueError`` for a size or a guidance that the model does not support. The messages name it in this
+        ``section`` of ``actor_rollout_ref.rollout``."""
         here = f"actor_rollout_ref.rollout.{section}"
         size = f"{here}.height={height}, width={width}"
         if height % self._multiple or width % self._multiple:

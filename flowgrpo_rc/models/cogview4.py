@@ -72,10 +72,8 @@ class CogView4(SpatialLatents):
 
 
 class MaskedAttention:
-    """Attention over a prompt and an image that leaves out the prompt's padding.
-
-    diffusers' own makes ones and zeros of a mask and adds them to the scores, which leaves out nothing.
-    """
+    """Attention over a prompt and an image that leaves out the prompt's padding. diffusers' own makes ones and zeros of
+    a mask and adds them to the scores, which leaves out nothing."""
 
     def __call__(
         self,

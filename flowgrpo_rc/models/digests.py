@@ -1,7 +1,5 @@
-"""Digests that tell text encoders and tokenizers apart, from their files alone: no network is loaded.
-
-The prompt store compares them before it reads embeddings, and a checkpoint before it resumes.
-"""
+"""Digests that tell text encoders and tokenizers apart, from their files alone: no network is loaded. The prompt store
+compares them before it reads embeddings, and a checkpoint before it resumes."""
 
 import hashlib
 import json
@@ -54,20 +52,16 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def processor_digest(processor: Any) -> str:
-    """Digest of a processor's preparation of texts and images.
-
-    The class of its image processor is part of it: with torchvision installed it is another, which resizes differently.
-    """
+    """Digest of a processor's preparation of texts and images. The class of its image processor is part of it: with
+    torchvision installed it is another, which resizes differently."""
     settings = {k: v for k, v in processor.image_processor.to_dict().items() if k not in _ACT_ON_NOTHING}
     content = [type(processor.image_processor).__name__, settings, tokenizer_digest(processor.tokenizer)]
     return short_digest(json.dumps(content, sort_keys=True, default=str).encode())
 
 
 def stored_network_digest(files: PipelineFiles, part: Part) -> str:
-    """Digest of a network's configuration and of some values of each of its tensors, from its files.
-
-    The division of tensors into files does not matter. Every byte of pickled files counts.
-    """
+    """Digest of a network's configuration and of some values of each of its tensors, from its files. The division of
+    tensors into files does not matter. Every byte of pickled files counts."""
     config = files.read_json(f"{part.name}/config.json")
     acting = {key: value for key, value in config.items() if key not in _ACT_ON_NOTHING and not key.startswith("_")}
     names = files.weight_files(part)

@@ -252,8 +252,7 @@ class PipelineLoader:
 
 def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> DiffusionModel:
     """The whole pipeline at ``path``, text encoders too, with all weights in ``dtype`` on ``device``, frozen and in
-    evaluation mode. Every weight is read once. Raises ``UnsupportedModelError`` as ``PipelineLoader`` and its
-    methods."""
+    evaluation mode. Every weight is read once. Raises as ``PipelineLoader`` and its methods."""
     loader = PipelineLoader(path, dtype=dtype, device=device)
     loader.read_text_encoders()
     return loader.load()
@@ -304,10 +303,8 @@ def _class_of(files: PipelineFiles, part: Part) -> Any:
 
 
 def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any) -> Any:
-    """A network with every weight from its files.
-
-    The libraries only warn of missing, surplus and misshaped weights, and leave missing ones at random values.
-    """
+    """A network with every weight from its files. The libraries only warn of missing, surplus and misshaped weights,
+    and leave missing ones at random values."""
     file, variant = files.weights(part)
     options = {"variant": variant} if variant else {}
     # The two libraries name the same option differently.

@@ -93,8 +93,7 @@ def attach_lora(
 
 
 def target_layers(transformer: nn.Module, model: DiffusionModel, config: ModelConfig) -> list[str]:
-    """Full names of the linear layers that get a LoRA. Raises ``ValueError`` if a target module name matches
-    nothing."""
+    """Full names of the linear layers that get a LoRA. A module name that matches nothing is a ``ValueError``."""
     targets = model.default_lora_targets if config.target_modules is None else config.target_modules
     names = [targets] if isinstance(targets, str) else list(targets)
     # A name that matches nothing would silently train fewer layers.
@@ -266,10 +265,8 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
 
 
 def same_lora(one: Path, other: Path) -> bool:
-    """Two folders that ``save_lora`` wrote hold the same adapter and nothing else.
-
-    The comparison is not byte for byte, because the order of a file's entries is random.
-    """
+    """Two folders that ``save_lora`` wrote hold the same adapter and nothing else. The comparison is not byte for byte,
+    because the order of a file's entries is random."""
     if not all([p.name for p in folder.iterdir()] == [ADAPTER_FILE] for folder in (one, other)):
         return False
     try:

@@ -113,8 +113,8 @@ class PipelineFiles:
         )
 
     def check(self) -> None:
-        """Raise ``UnsupportedModelError`` unless every part has its files, and none is cut off; names part, file and
-        fault."""
+        """Raise ``UnsupportedModelError`` with part, file and fault unless every part has its files, and none is cut
+        off."""
         # A download that was interrupted lacks whole folders.
         missing = [part.name for part in self.parts if not os.path.isdir(self.folder / part.name)]
         if missing:

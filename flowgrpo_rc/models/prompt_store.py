@@ -106,10 +106,8 @@ class PromptStore:
         return sum(self._files[self._file_of[name]].get_tensor(name).nbytes for name in names if name in self._file_of)
 
     def read(self, key: PromptKey) -> EncodedPrompt:
-        """One prompt's embeddings, in memory that is mapped from the file.
-
-        Raises ``KeyError`` if it is not stored, ``PromptStoreError`` if its bytes have changed since they were written.
-        """
+        """One prompt's embeddings, in memory that is mapped from the file. Raises ``KeyError`` if it is not stored,
+        ``PromptStoreError`` if its bytes have changed since they were written."""
         name = _name(key)
         embeds = self._tensor(name)
         pooled, references, grids = (
@@ -140,8 +138,7 @@ class PromptStore:
         self._open(path)
 
     def check_writable(self) -> None:
-        """Create the folder and a temporary file in it, before anything is encoded; ``PromptStoreError`` if that
-        fails."""
+        """Create the folder and a temporary file in it, before anything is encoded, or raise ``PromptStoreError``."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):

@@ -32,8 +32,7 @@ class PromptEncoder:
 
     def __call__(self, prompts: Sequence[str | Prompt], max_sequence_length: int | None = None) -> Prompts:
         """Embeddings of ``prompts`` in their order, padded with zeros to the longest; ``max_sequence_length`` is by
-        default the encoder's own. Raises ``PromptStoreError`` if the store is damaged for one of them, or cannot be
-        written."""
+        default the encoder's own. Raises ``PromptStoreError`` if the store is damaged or cannot be written."""
         length = max_sequence_length or self._max_length
         keys: list[PromptKey] = [(prompt, length) for prompt in prompts]
         distinct = list(dict.fromkeys(keys))
@@ -47,8 +46,7 @@ class PromptEncoder:
 
 
 def check_length(model: DiffusionModel, max_sequence_length: int, section: str = "pipeline") -> None:
-    """Raise ``ValueError`` if the length, from this ``section`` of ``actor_rollout_ref.rollout``, is more than the
-    model's text encoders take."""
+    """Raise ``ValueError`` if the length, from this ``section`` of the rollout, is more than the text encoders take."""
     if max_sequence_length > model.longest_prompt:
         raise ValueError(
             f"actor_rollout_ref.rollout.{section}.max_sequence_length: got {max_sequence_length}; this model takes "

@@ -82,10 +82,8 @@ def shard_base(transformer: Any, config: FSDPConfig, device: torch.device) -> No
 
 @contextmanager
 def gathered_once(transformer: nn.Module) -> Iterator[None]:
-    """Inside, gathered weights stay for the next forwards; afterwards they are sharded again.
-
-    A transformer that is not sharded is left alone.
-    """
+    """Inside, gathered weights stay for the next forwards; afterwards they are sharded again. A transformer that is not
+    sharded is left alone."""
     if not isinstance(transformer, FSDPModule):
         yield
         return

@@ -59,9 +59,7 @@ class AdapterSync:
 
     def push(self, version: int) -> None:
         """Record the actor's adapter under this version, and give the engine the one for the batch it draws next.
-
-        Raises ``RolloutSyncError`` if the engine does not hold what it was given; a pool raises it at its next call.
-        """
+        Raises ``RolloutSyncError`` if the engine does not hold what it was given; a pool raises it at its next call."""
         state = None
         if self._lag:
             # On the host: many adapters would fill the device, and only the oldest is needed there.
@@ -77,16 +75,13 @@ class AdapterSync:
             self._give_known(adapter)
 
     def metrics(self) -> dict[str, float]:
-        """``rollout/adapter_lag``: steps between the adapter that drew this batch and the actor's. Empty without a
-        lag."""
+        """With a lag ``rollout/adapter_lag``: steps between the adapter that drew this batch and the actor's."""
         return {"rollout/adapter_lag": float(self.behind)} if self._lag else {}
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
-        """Inside, the engine holds the averaged adapter, or without an average the newest one.
-
-        Before the first ``push`` the engine holds none, and refuses to draw.
-        """
+        """Inside, the engine holds the averaged adapter, or without an average the newest one. Before the first
+        ``push`` the engine holds none, and refuses to draw."""
         averaged = self._actor.averaged_state()
         if not self._known or (averaged is None and self._given is self._known[-1]):
             yield

@@ -1,7 +1,5 @@
-"""All processes of a launch train one run: they must have the same settings, prompts and model.
-
-Processes that differ would train on together, and no configuration would describe the result.
-"""
+"""All processes of a launch train one run: they must have the same settings, prompts and model. Processes that differ
+would train on together, and no configuration would describe the result."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

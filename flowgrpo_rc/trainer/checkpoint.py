@@ -52,10 +52,8 @@ class DamagedCheckpointError(CheckpointError):
 
 
 def save_run(run: "Run", store: "CheckpointStore", step: int, states: Sequence[dict[str, Any]]) -> None:
-    """Write ``step_N``, N being the batches learned from, with the ``random_states`` of every process.
-
-    The saved data position is the one after these batches, since rollouts may be ahead.
-    """
+    """Write ``step_N``, N being the batches learned from, with the ``random_states`` of every process. The saved data
+    position is the one after these batches, since rollouts may be ahead."""
     parts: dict[str, Any] = {
         "optimizer": run.actor.optimizer,
         "lr_scheduler": run.actor.lr_scheduler,
@@ -127,8 +125,7 @@ def resume_run(
 def checkpoint_to_resume(
     trainer: TrainerConfig, store: "CheckpointStore", alert: Callable[[str], object] = lambda _text: None
 ) -> Path | None:
-    """The checkpoint that ``resume_mode`` names; ``None``: start afresh. Raises ``CheckpointError`` if ``latest`` or
-    ``resume_from_path`` names none."""
+    """The checkpoint that ``resume_mode`` names, or ``CheckpointError`` if that is none; ``None``: start afresh."""
     if trainer.resume_mode == "auto":
         return store.latest(alert)
     if trainer.resume_mode == "disable":
@@ -191,10 +188,8 @@ def _where_to_go_on(run: "Run", damaged: Path, error: Exception) -> str:
 
 
 def random_states() -> dict[str, Any]:
-    """States of the global random generators, which reward functions may draw from.
-
-    They are of types that ``torch.load(weights_only=True)`` takes.
-    """
+    """States of the global random generators, which reward functions may draw from. They are of types that
+    ``torch.load(weights_only=True)`` takes."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
     # numpy's state has an array, which ``weights_only`` refuses.
     states: dict[str, Any] = {
@@ -337,9 +332,7 @@ class CheckpointStore:
 
     def set_aside_after(self, step: int, number: int | None = None) -> list[str]:
         """Move the checkpoints of later steps to ``checkpoints.number/``: a run resumed at ``step`` makes its own.
-
-        Returns what was moved, as text.
-        """
+        Returns what was moved, as text."""
         later = [folder for folder, own in self._steps().items() if own > step]
         if not later:
             return []

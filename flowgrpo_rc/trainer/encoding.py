@@ -68,10 +68,8 @@ class Encoding:
 
 
 def open_checked(model: ModelConfig, sets: Sequence[PromptSet], accelerator: Any) -> tuple[PipelineLoader, PromptStore]:
-    """Check image sizes, guidance, prompt lengths and reference images of each set, or raise ``ValueError``.
-
-    Returns the model without its networks, and the store of its prompts.
-    """
+    """Check image sizes, guidance, prompt lengths and reference images of each set, or raise ``ValueError``. Returns
+    the model without its networks, and the store of its prompts."""
     # The loader reads configurations and tokenizers, which the checks need, and no weights.
     loader = PipelineLoader(model.path, dtype=model.dtype, device=accelerator.device)
     store = open_store(model.prompt_store, loader.model, model.dtype)
@@ -121,8 +119,7 @@ def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptS
 
 
 def check_numbers(pipeline_class: str, records: Sequence[PromptRecord]) -> None:
-    """Raise ``ValueError`` with the rows of prompts that have more or fewer reference images than pipelines of this
-    class take."""
+    """Raise ``ValueError`` with the rows of prompts with more or fewer images than pipelines of this class take."""
     fewest, most = FAMILIES[pipeline_class].images
     wrong = [record for record in records if not fewest <= len(record.images) <= most]
     if not wrong:
@@ -141,8 +138,7 @@ def check_numbers(pipeline_class: str, records: Sequence[PromptRecord]) -> None:
 
 
 def _check_grids(model: DiffusionModel, prompts: PromptSet) -> None:
-    """Raise ``ValueError`` unless the reference images of all prompts make the same grids of tokens, and so fit into
-    one batch."""
+    """Raise ``ValueError`` unless all prompts' images make the same grids of tokens, and so fit into one batch."""
     area = prompts.pipeline.reference_area
     # Rows x columns of each image of a prompt -> places of the prompts.
     sources: dict[str, list[str]] = {}

@@ -14,10 +14,8 @@ def has_peers() -> bool:
 
 
 def rank() -> int:
-    """The number of this process; known before accelerate is imported.
-
-    A number without a launcher, left over in the environment, does not count; accelerate ignores it too.
-    """
+    """The number of this process; known before accelerate is imported. A number without a launcher, left over in the
+    environment, does not count; accelerate ignores it too."""
     return int(next((os.environ[name] for name in _RANKS if name in os.environ), "0")) if has_peers() else 0
 
 

@@ -129,8 +129,7 @@ class RunOutputs:
         return pictures
 
     def raise_unwritten(self, step: int, kept: Sequence[Path | None]) -> None:
-        """End a run by a ``RunFolderError`` with everything that could not be written and the files in ``kept``, if any
-        was lost."""
+        """End a run that has lost outputs by a ``RunFolderError`` that names them and the files in ``kept``."""
         if self.unwritten:
             lost = "; ".join(f"{what} ({one_line(error)})" for what, error in self.unwritten)
             names = ", ".join(str(path) for path in kept if path is not None)

@@ -72,10 +72,8 @@ class RolloutQueue:
         return self._queue[0][0]
 
     def draw(self) -> tuple[Trajectories, HeldAdapter]:
-        """Wait for the images of the batch that ``next`` returned last, and remove it.
-
-        Its scoring takes images as they arrive. Returns them and the adapter that they must have been drawn with.
-        """
+        """Wait for the images of the batch that ``next`` returned last, and remove it. Its scoring takes images as they
+        arrive. Returns them and the adapter that they must have been drawn with."""
         batch, held, pending = self._queue.popleft()
         # A pool has drawn since the request; its adapter is the one of that time.
         if pending is not None:

@@ -1,7 +1,5 @@
-"""Rewards and advantages of a batch: scores of images while others are drawn, statistics over all processes.
-
-Images of later batches are scored while the actor learns.
-"""
+"""Rewards and advantages of a batch: scores of images while others are drawn, statistics over all processes. Images of
+later batches are scored while the actor learns."""
 
 from collections.abc import Callable, Collection, Sequence
 

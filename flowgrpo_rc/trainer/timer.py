@@ -1,7 +1,5 @@
 """Time of a step: its stages, its speed, memory, and ``timeline.jsonl`` with the work of engines in other processes.
-
-Metrics that verl-omni logs too have its names.
-"""
+Metrics that verl-omni logs too have its names."""
 
 import resource
 import sys
@@ -68,10 +66,8 @@ class StageTimer:
         self._beside[name] = self._beside.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds per stage since the last call, as ``timing_s/<stage>``, with their sum as ``timing_s/step``.
-
-        The work of other threads is included under its names, but not in the sum. Waits once for the device.
-        """
+        """Seconds per stage since the last call, as ``timing_s/<stage>``, with their sum as ``timing_s/step``. The work
+        of other threads is included under its names, but not in the sum. Waits once for the device."""
         stages = self._stages
         self._stages = []
         # The events of one stream complete in order, so that the last one is enough.
@@ -137,8 +133,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 class Timeline:
-    """Collects the stages of the trainer and the work of its engines, step by step; only a ``RolloutPool`` has engines
-    that work beside it."""
+    """Collects the stages of the trainer, and the work of the engines of a ``RolloutPool``, which work beside it."""
 
     def __init__(self, engine: RolloutEngine, accelerator: Any) -> None:
         self._pool = engine if isinstance(engine, RolloutPool) else None
@@ -195,10 +190,8 @@ class Timeline:
 
 
 def engine_use(engines: Sequence[EngineWork], since: float, now: float) -> list[tuple[float, float]]:
-    """Seconds of drawing, and share of the time of any work, of each engine that was not abandoned.
-
-    Only what lies between ``since`` and ``now`` counts; the rest of a work belongs to the steps before and after.
-    """
+    """Seconds of drawing, and share of the time of any work, of each engine that was not abandoned. Only what lies
+    between ``since`` and ``now`` counts; the rest of a work belongs to the steps before and after."""
     used = []
     for engine in engines:
         if not engine.given_up:

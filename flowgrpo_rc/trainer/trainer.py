@@ -1,7 +1,5 @@
-"""FlowGRPO with rollout correction, in one loop. Read ``train_step`` first: each of its stages is one call.
-
-Validation, checkpoints, outputs for people and the building of the parts are in the modules beside this one.
-"""
+"""FlowGRPO with rollout correction, in one loop. Read ``train_step`` first: each of its stages is one call. Validation,
+checkpoints, outputs for people and the building of the parts are in the modules beside this one."""
 
 import os
 import select
@@ -167,10 +165,8 @@ class FlowGRPOTrainer:
         check_rollout(request, trajectories, self.run.model, held, self.config.actor_rollout_ref.rollout.dtype)
 
     def _score(self, batch: TensorDict, cond: Conditioning) -> OldPolicy | None:
-        """The old policy: the rollout's in bypass mode, else the actor's, of the last rows of the batch.
-
-        The rows before, which may be all, are the first mini-batch: the update's own forward supplies their old policy.
-        """
+        """The old policy: the rollout's in bypass mode, else the actor's, of the last rows of the batch. The rows
+        before, which may be all, are the first mini-batch: the update's own forward supplies their old policy."""
         if self.run.rejection_bands is not None:
             batch[Key.ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[Key.TIMESTEPS])
         if self.mode.bypasses:
@@ -325,10 +321,8 @@ class FlowGRPOTrainer:
         return metrics
 
     def save(self, *, last: bool = False) -> None:
-        """Write ``checkpoints/step_N``, on the main process, or raise ``CheckpointError``.
-
-        With ``last``, where no step follows, ``fit`` reports the error at the end, after the final adapter is written.
-        """
+        """Write ``checkpoints/step_N``, on the main process, or raise ``CheckpointError``. With ``last``, where no step
+        follows, ``fit`` reports the error at the end, after the final adapter is written."""
         self._saved_step = self.step
         # Rewards may draw from the global generators of every process.
         states = gather_object([random_states()])
