@@ -270,11 +270,8 @@ class DiffusionActor:
         return UpdateResult(self._metrics(metrics, norms, update), len(norms))
 
     def _optimizer_step(self, update: "_Update", mini: MiniBatch) -> tuple[LossMetrics, MiniBatch, float | None]:
-        """Accumulate one mini-batch, reduce over ranks, divide, clip, step.
-
-        Returns the metrics, the mini-batch with its old policy, and the gradient's norm: ``None`` if rejection kept
-        nothing and no step was taken.
-        """
+        """Accumulate one mini-batch, reduce over ranks, divide, clip, step. Returns the metrics, the mini-batch with
+        its old policy, and the gradient's norm: ``None`` if rejection kept nothing and no step was taken."""
         self.optimizer.zero_grad(set_to_none=True)
         done = self._backward(update, mini)
         total = done.metrics.all_reduce()
@@ -376,11 +373,9 @@ class DiffusionActor:
         losses: Sequence[Callable[[dict[str, Tensor], TensorDict], Float[Tensor, ""]]],
         size: int,
     ) -> list[Float[Tensor, " parameters"]]:
-        """The flat gradient of each loss over some images, computed in micro-batches of ``size`` rows.
-
-        A loss reads whole windows. So the chain rule is applied in two parts: the loss by the forward pass's output,
-        then the output by the parameters. If windows are cut, a forward pass without gradients supplies the output.
-        """
+        """The flat gradient of each loss over some images, computed in micro-batches of ``size`` rows. A loss reads
+        whole windows. So the chain rule is applied in two parts: the loss by the forward pass's output, then the output
+        by the parameters. If windows are cut, a forward pass without gradients supplies the output."""
         micro_batches = list(steps.cut(images, size))
         cut = len(micro_batches) > 1
         with torch.set_grad_enabled(not cut):
@@ -551,11 +546,9 @@ def _read(log_probs: Tensor, metrics: LossMetrics, norm: Tensor) -> tuple[Tensor
 
 
 def on_any_process(flag: Tensor | bool) -> bool:
-    """True if ``flag``, one boolean, is true on any process. Collective: every process must call.
-
-    A process that stops alone leaves the others waiting in the next collective, which with a sharded transformer is the
-    next forward pass.
-    """
+    """True if ``flag``, one boolean, is true on any process. Collective: every process must call. A process that stops
+    alone leaves the others waiting in the next collective, which with a sharded transformer is the next forward
+    pass."""
     state = PartialState()
     if state.num_processes == 1:
         return bool(flag)

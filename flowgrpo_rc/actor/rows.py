@@ -56,11 +56,9 @@ class RecordedSteps:
     def cut(
         self, images: Int[Tensor, " M"], size: int, *, rollout_means: bool = False, old: OldPolicy | None = None
     ) -> Iterator[MicroBatch]:
-        """Yield the steps of some images, in their order, as micro-batches of at most ``size`` rows.
-
-        With ``rollout_means`` they have the engine's transition means, if the batch has them. The values of ``old``,
-        the old policy of these images, join the rows' data under the keys of a batch.
-        """
+        """Yield the steps of some images, in their order, as micro-batches of at most ``size`` rows. With
+        ``rollout_means`` they have the engine's transition means, if the batch has them. The values of ``old``, the old
+        policy of these images, join the rows' data under the keys of a batch."""
         rows = (images[:, None] * self.window + torch.arange(self.window)).flatten()
         # The same indices on both sides: latents are gathered on the host, scalars on the device.
         rows_there = onto(rows, self._device)

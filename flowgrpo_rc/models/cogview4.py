@@ -84,11 +84,8 @@ class MaskedAttention:
         image_rotary_emb: Any,
     ) -> tuple[Tensor, Tensor]:
         """Answers ``(B, tokens, D)`` of the image and the prompt, from ``hidden_states`` ``(B, image tokens, D)`` and
-        ``encoder_hidden_states`` ``(B, prompt tokens, D)``.
-
-        ``attention_mask`` ``(B, prompt tokens)`` is true for real embeddings; ``None`` when all are.
-        ``image_rotary_emb`` has cosines and sines of the image's positions.
-        """
+        ``encoder_hidden_states`` ``(B, prompt tokens, D)``. ``attention_mask`` ``(B, prompt tokens)`` is true for real
+        embeddings; ``None`` when all are. ``image_rotary_emb`` has cosines and sines of the image's positions."""
         from diffusers.models.embeddings import apply_rotary_emb
 
         tokens = [encoder_hidden_states.shape[1], hidden_states.shape[1]]

@@ -59,10 +59,8 @@ class Flux2Klein(PackedLatents):
 
     def reference_grid(self, image: ReferenceImage, area: int | None) -> tuple[int, int]:
         """As the pipelines' own, which scale down what is larger than ``area`` and cut off what is no whole token.
-
         Raises ``ValueError`` for an image smaller or more oblong than the pipelines take it, or an ``area`` without a
-        token.
-        """
+        token."""
         area = area or LARGEST_REFERENCE
         here = f"{image.source}: got a reference image of {image.width}x{image.height} pixels"
         short, long = sorted((image.width, image.height))

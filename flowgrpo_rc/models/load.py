@@ -109,11 +109,9 @@ class PipelineLoader:
         return self.model
 
     def read_text_encoders(self) -> None:
-        """Read the text encoders, and the VAE where prompts have images, and encode one prompt.
-
-        Raises ``UnsupportedModelError`` as ``load``; or if a tokenizer is another text encoder's, or the embeddings are
-        not those that the transformer takes.
-        """
+        """Read the text encoders, and the VAE where prompts have images, and encode one prompt. Raises
+        ``UnsupportedModelError`` as ``load``; or if a tokenizer is another text encoder's, or the embeddings are not
+        those that the transformer takes."""
         self._read(self._unread())
         size = self.model.smallest_image
         prompt = Prompt("a", (grey_image(size),) * self._files.family.images[0], size * size)
@@ -212,11 +210,9 @@ class PipelineLoader:
 
     @torch.no_grad()
     def _try_networks(self) -> None:
-        """Run transformer and VAE once, on a prompt of zeros and the smallest image.
-
-        A configuration can have the right shapes and still give a network that stops at its first input, such as with
-        rotary embeddings of another size than the heads.
-        """
+        """Run transformer and VAE once, on a prompt of zeros and the smallest image. A configuration can have the right
+        shapes and still give a network that stops at its first input, such as with rotary embeddings of another size
+        than the heads."""
         model = self.model
         device = torch.device(self._device)
         size = model.smallest_image
@@ -350,11 +346,9 @@ def _check_finite(files: PipelineFiles, name: str, network: Any, dtype: str) -> 
 
 @contextmanager
 def _explaining(files: PipelineFiles, fault: str) -> Iterator[None]:
-    """Turn an error of the libraries into the refusal of a damaged pipeline; they have no common class of errors.
-
-    A damaged file shows as an ``OSError``, ``KeyError``, ``RuntimeError``, ``TypeError`` or others, by where it
-    strikes.
-    """
+    """Turn an error of the libraries into the refusal of a damaged pipeline; they have no common class of errors. A
+    damaged file shows as an ``OSError``, ``KeyError``, ``RuntimeError``, ``TypeError`` or others, by where it
+    strikes."""
     try:
         yield
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):

@@ -66,11 +66,9 @@ def attach_lora(
     device: Any = None,
     adapter: str = ACTOR_ADAPTER,
 ) -> None:
-    """Add a trainable LoRA under the name ``adapter`` and make it the active one; others that are there stay.
-
-    Its weights are in ``dtype`` whatever the base is in, and on ``device``; ``None``: where the base is. The initial
-    values come from torch's global generator: seed it for a reproducible start.
-    """
+    """Add a trainable LoRA under the name ``adapter`` and make it the active one; others that are there stay. Its
+    weights are in ``dtype`` whatever the base is in, and on ``device``; ``None``: where the base is. The initial values
+    come from torch's global generator: seed it for a reproducible start."""
     from peft import LoraConfig
 
     # peft's name for Kaiming's is True.

@@ -136,11 +136,9 @@ class PipelineFiles:
                 self.read_json(f"{part.name}/tokenizer_config.json")
 
     def weights(self, part: Part) -> tuple[str, str | None]:
-        """The file that a part's weights are read from, and its variant (``fp16``) if its name carries one.
-
-        An index of shards stands for its shards. Files without a variant go before those with one, and safetensors
-        before pickled files, as in the libraries. Raises ``UnsupportedModelError`` if there are none.
-        """
+        """The file that a part's weights are read from, and its variant (``fp16``) if its name carries one. An index of
+        shards stands for its shards. Files without a variant go before those with one, and safetensors before pickled
+        files, as in the libraries. Raises ``UnsupportedModelError`` if there are none."""
         names = [file.name for file in (self.folder / part.name).glob("*")]
         found = [(match[1] or match[2], name) for name in names if (match := _WEIGHTS.fullmatch(name))]
         if not found:

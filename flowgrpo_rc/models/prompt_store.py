@@ -46,11 +46,9 @@ class PromptStoreError(ValueError):
 
 
 def open_store(folder: str | None, model: DiffusionModel, dtype: str) -> "PromptStore":
-    """The store of a model's text encoders, which need not be loaded; ``dtype`` is their precision.
-
-    ``folder=None`` is a folder of these text encoders alone in the user's cache. Raises ``PromptStoreError`` if the
-    embeddings in ``folder`` are of other text encoders.
-    """
+    """The store of a model's text encoders, which need not be loaded; ``dtype`` is their precision. ``folder=None`` is
+    a folder of these text encoders alone in the user's cache. Raises ``PromptStoreError`` if the embeddings in
+    ``folder`` are of other text encoders."""
     import diffusers
     import transformers
 
@@ -147,11 +145,9 @@ class PromptStore:
             raise self._unwritable(error) from error
 
     def set_damaged_aside(self, keys: Iterable[PromptKey]) -> list[str]:
-        """Rename damaged files: those with an unreadable header, and those with changed bytes of these prompts.
-
-        All prompts of such a file are missing from then on, and can be added again. Returns a line for each file with
-        its fault. Raises ``PromptStoreError`` if one cannot be renamed.
-        """
+        """Rename damaged files: those with an unreadable header, and those with changed bytes of these prompts. All
+        prompts of such a file are missing from then on, and can be added again. Returns a line for each file with its
+        fault. Raises ``PromptStoreError`` if one cannot be renamed."""
         for key in keys:
             try:
                 if key in self:

@@ -72,11 +72,9 @@ def encode_into(store: PromptStore, model: DiffusionModel, keys: Sequence[Prompt
 
 
 def encode_in_groups(model: DiffusionModel, keys: Sequence[PromptKey]) -> Iterator[dict[PromptKey, EncodedPrompt]]:
-    """Embeddings of distinct prompts, a few at a time; call it inside ``model.text_encoders()``.
-
-    Prompts of equal length go through the text encoder together, so that nothing is computed for padding. Their number
-    may show in the last bits of an embedding. One that is not finite is a ``ValueError`` with the prompt.
-    """
+    """Embeddings of distinct prompts, a few at a time; call it inside ``model.text_encoders()``. Prompts of equal
+    length go through the text encoder together, so that nothing is computed for padding. Their number may show in the
+    last bits of an embedding. One that is not finite is a ``ValueError`` with the prompt."""
     # By the lengths for all tokenizers: a family with two pads each by its own.
     groups: dict[tuple[int, ...], list[PromptKey]] = {}
     words = texts(prompt for prompt, _ in keys)

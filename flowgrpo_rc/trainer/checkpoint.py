@@ -73,11 +73,9 @@ def save_run(run: "Run", store: "CheckpointStore", step: int, states: Sequence[d
 
 
 def load_run(run: "Run", store: "CheckpointStore", source: Path) -> int:
-    """Bring ``run`` to the state that ``source`` was saved in; returns its step.
-
-    Raises ``CheckpointError`` for one that is damaged, of another model, or of another version of this package. The
-    message names the newest older checkpoint that is whole.
-    """
+    """Bring ``run`` to the state that ``source`` was saved in; returns its step. Raises ``CheckpointError`` for one
+    that is damaged, of another model, or of another version of this package. The message names the newest older
+    checkpoint that is whole."""
     try:
         state, tensors = store.load(source, run.fingerprint)
         _restore(run, source, state, tensors)
@@ -90,10 +88,8 @@ def resume_run(
     run: "Run", store: "CheckpointStore", folder: RunFolder, alert: Callable[[str], object]
 ) -> tuple[Path | None, int]:
     """Load the checkpoint that ``trainer.resume_mode`` names, and only then move aside what the run would overwrite.
-
     Every process calls it. Returns the checkpoint, ``None`` for a fresh start, and the step to go on from. A
-    ``CheckpointError`` leaves the disk as it was.
-    """
+    ``CheckpointError`` leaves the disk as it was."""
     from accelerate.utils import broadcast_object_list
 
     found: list[Path | None] = [None]
@@ -390,11 +386,9 @@ class CheckpointStore:
         return final
 
     def load(self, folder: Path, fingerprint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """``(state, tensors)`` of a checkpoint, after every file of it was compared with its digest.
-
-        Raises ``DamagedCheckpointError`` if a file of it is missing, unreadable or changed, ``CheckpointError`` if it
-        is of another model.
-        """
+        """``(state, tensors)`` of a checkpoint, after every file of it was compared with its digest. Raises
+        ``DamagedCheckpointError`` if a file of it is missing, unreadable or changed, ``CheckpointError`` if it is of
+        another model."""
         path = folder / STATE_FILE
         try:
             state = json.loads(path.read_text(encoding="utf-8"))

@@ -87,11 +87,9 @@ def open_checked(model: ModelConfig, sets: Sequence[PromptSet], accelerator: Any
 
 
 def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptSet], accelerator: Any) -> Encoding:
-    """Encode the prompts that the store lacks. Every process calls it; they share the work.
-
-    The stored prompts are read once, to find damage before the run. The text encoders are loaded only if prompts are
-    missing, and freed after. An embedding that is not finite is a ``ValueError``.
-    """
+    """Encode the prompts that the store lacks. Every process calls it; they share the work. The stored prompts are read
+    once, to find damage before the run. The text encoders are loaded only if prompts are missing, and freed after. An
+    embedding that is not finite is a ``ValueError``."""
     # In a fixed order, so that every process takes the same shares.
     keys = list(dict.fromkeys(key for one in sets for key in one.keys(model)))
     encoded = 0

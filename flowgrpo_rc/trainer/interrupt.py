@@ -19,10 +19,8 @@ INTERRUPTED = 130
 @contextmanager
 def stop_request(on_request: Callable[[], None]) -> Iterator[threading.Event]:
     """Inside, the first SIGINT, SIGTERM or SIGHUP sets the yielded event and calls ``on_request``, in the signal's
-    handler.
-
-    A later SIGINT or SIGTERM raises ``KeyboardInterrupt``. A SIGHUP that is ignored (``nohup``) stays ignored.
-    """
+    handler. A later SIGINT or SIGTERM raises ``KeyboardInterrupt``. A SIGHUP that is ignored (``nohup``) stays
+    ignored."""
     requested = threading.Event()
 
     def first() -> None:

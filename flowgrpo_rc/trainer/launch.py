@@ -20,11 +20,9 @@ def rank() -> int:
 
 
 def report_to_launcher(error: BaseException) -> None:
-    """Write ``error`` where ``torchrun`` looks for the first failure, which its report then shows.
-
-    ``torchrun`` ends the other processes. This is what its decorator ``@record`` does for an exception that travels to
-    the top, which those of the command line do not.
-    """
+    """Write ``error`` where ``torchrun`` looks for the first failure, which its report then shows. ``torchrun`` ends
+    the other processes. This is what its decorator ``@record`` does for an exception that travels to the top, which
+    those of the command line do not."""
     # Imported here: other launchers do not read the file, and torch is slow to import.
     if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

@@ -25,11 +25,9 @@ def planned_run(config: FlowGRPOConfig) -> PlannedRun:
 
 
 def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) -> MemoryPlan | None:
-    """Warn if the planner finds that the run does not fit GPUs of ``device_bytes`` each; returns the plan.
-
-    A model without known configuration files (on the hub, not yet downloaded) cannot be planned and passes. Raises
-    ``PlanError`` if the tensors of the update alone exceed the device's memory, and a smaller micro-batch would fit.
-    """
+    """Warn if the planner finds that the run does not fit GPUs of ``device_bytes`` each; returns the plan. A model
+    without known configuration files (on the hub, not yet downloaded) cannot be planned and passes. Raises
+    ``PlanError`` if the tensors of the update alone exceed the device's memory, and a smaller micro-batch would fit."""
     try:
         run = planned_run(config)
         # Weights are shared within a node alone.

@@ -72,11 +72,8 @@ class RunOutputs:
 
     @contextmanager
     def profile(self, step: int, accelerator: Any) -> Iterator[None]:
-        """Profile the body, this process's part of a step, unless it raises.
-
-        Writes ``step_00003.rank_0.pt.trace.json`` for Perfetto and TensorBoard, and ``step_00003.rank_0.txt``, the
-        operators by their own time.
-        """
+        """Profile the body, this process's part of a step, unless it raises. Writes ``step_00003.rank_0.pt.trace.json``
+        for Perfetto and TensorBoard, and ``step_00003.rank_0.txt``, the operators by their own time."""
         with torch.profiler.profile() as profile:  # of the CPU and of the accelerator that there is
             yield
         path = self._folder.profile / f"step_{step:05d}.rank_{accelerator.process_index}.pt.trace.json"

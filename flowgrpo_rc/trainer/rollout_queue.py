@@ -87,11 +87,8 @@ class RolloutQueue:
             batch.scoring.abandon()
 
     def request(self, step: int) -> BatchRequest:
-        """The request of a step: the next prompts of the data. Called once a step, in order.
-
-        Each mini-batch is split over the processes, so that an optimizer step sees the same images with any number of
-        processes.
-        """
+        """The request of a step: the next prompts of the data. Called once a step, in order. Each mini-batch is split
+        over the processes, so that an optimizer step sees the same images with any number of processes."""
         run = self._run
         rollout = run.config.actor_rollout_ref.rollout
         processes = run.accelerator.num_processes

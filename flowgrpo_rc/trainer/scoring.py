@@ -19,11 +19,9 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 
 def names_of_all(named: Sequence[Collection[str]]) -> list[str]:
-    """The names of rewards and of their parts, in the order of the first process or image.
-
-    Raises ``RewardError`` unless they are the same everywhere: else there is no mean over all images. Every process
-    that gets the same names raises it.
-    """
+    """The names of rewards and of their parts, in the order of the first process or image. Raises ``RewardError``
+    unless they are the same everywhere: else there is no mean over all images. Every process that gets the same names
+    raises it."""
     first = list(named[0])
     # Every process compares the same lists, so all raise together and none waits for the others.
     scattered = sorted(set(first).union(*named) - set(first).intersection(*named))
@@ -65,10 +63,8 @@ def batch_advantages(
     rank: int,
 ) -> tuple[Float[Tensor, " B"], dict[str, float]]:
     """This process's advantages and their metrics; ``gather`` collects tensors of all processes, ``rank`` is this one.
-
     Images with one ``group``, the position of their prompt in the batch, are compared with each other. With
-    ``rejection_aware_baseline`` only those that ``keep`` names, which have a kept step, enter the statistics.
-    """
+    ``rejection_aware_baseline`` only those that ``keep`` names, which have a kept step, enter the statistics."""
     keep = None if keep is None else gather(keep)
     group = gather(group)
     rewards = gather(torch.from_numpy(scored.total))
@@ -129,11 +125,8 @@ class RolloutScoring(PartialScoring):
         self.score_ahead(self._drawn[-1], self._late)
 
     def result(self, images: np.ndarray) -> RewardResult:
-        """The rewards of all images; waits for those that are still being scored.
-
-        Raises ``RewardError`` as ``RewardMix``, ``RolloutSyncError`` if the engine has answered with other images than
-        it delivered.
-        """
+        """The rewards of all images; waits for those that are still being scored. Raises ``RewardError`` as
+        ``RewardMix``, ``RolloutSyncError`` if the engine has answered with other images than it delivered."""
         # An engine that reuses a buffer would have had other images scored than it returns.
         first = 0
         for drawn in self._drawn:

@@ -141,11 +141,8 @@ class Run:
         return Conditioning(positive, steered, *guidance, pipeline.height, pipeline.width)
 
     def _load_model(self) -> None:
-        """Load the model, and build encoder, engine and actor.
-
-        Prompts are encoded before the transformer is read, so that it and the text encoders are never in memory
-        together.
-        """
+        """Load the model, and build encoder, engine and actor. Prompts are encoded before the transformer is read, so
+        that it and the text encoders are never in memory together."""
         parts = self.config.actor_rollout_ref
         # Equal seeds on every process: the adapters must start equal.
         torch.manual_seed(self.config.trainer.seed)

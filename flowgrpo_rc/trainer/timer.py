@@ -99,11 +99,9 @@ class StageTimer:
 def speed(
     times: dict[str, float], images: int, processes: int, seconds_at_peak: float | None = None
 ) -> dict[str, float]:
-    """Time per image by stage, and images per second, of ``images`` over all ``processes`` with a GPU each.
-
-    ``times`` are seconds as ``timing_s/<stage>``; without an update there are no metrics. ``seconds_at_peak``, if
-    known, is the time of one such GPU at its peak for the transformer's forwards and backwards and for decoding.
-    """
+    """Time per image by stage, and images per second, of ``images`` over all ``processes`` with a GPU each. ``times``
+    are seconds as ``timing_s/<stage>``; without an update there are no metrics. ``seconds_at_peak``, if known, is the
+    time of one such GPU at its peak for the transformer's forwards and backwards and for decoding."""
     found = {stage: times[f"timing_s/{stage}"] for stage in TRAINING_STAGES if f"timing_s/{stage}" in times}
     # A row of a validation alone has no images of training.
     if "update" not in found:
@@ -146,11 +144,8 @@ class Timeline:
 
     def take(self, spans: Sequence[Span]) -> tuple[dict[str, Any], dict[str, float]]:
         """The line of a step for ``timeline.jsonl``, and the metrics of the engines; all processes call it at a step's
-        end.
-
-        The line, without its step, has ``started``, the clock's zero in seconds of Unix time; the ``stages`` of this
-        process, from ``spans``; and the ``engines`` of all. The metrics are empty without a pool.
-        """
+        end. The line, without its step, has ``started``, the clock's zero in seconds of Unix time; the ``stages`` of
+        this process, from ``spans``; and the ``engines`` of all. The metrics are empty without a pool."""
         stages = [[span.stage, self._time(span.begin), self._time(span.end)] for span in spans]
         line = {"started": round(self._started, DIGITS), "stages": stages, "engines": {}}
         # An engine in the trainer's process works inside the stage "rollout", which is in the line already.
