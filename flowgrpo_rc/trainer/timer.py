@@ -6,8 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -24,12 +23,10 @@ TRAINING_STAGES = ("rollout", "probe", "reward", "score", "correct", "advantage"
 _GB = 1024**3
 
 
-@dataclass(frozen=True)
-class Span:
-    """Begin and end of a stage by the host's clock."""
+class Span(NamedTuple):
+    """Begin and end of a stage by the host's clock, ``time.perf_counter``."""
 
     stage: str
-    # Seconds of ``time.perf_counter``.
     begin: float
     end: float
 
