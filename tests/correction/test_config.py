@@ -407,6 +407,9 @@ DIALECTS = [
     ("use_rollout_logprobs: true", "rollout_is: null, bypass_mode: true"),
     ("get_mismatch_metrics: true", "rollout_is: null"),
     ("get_mismatch_metrics: 'true', use_tis: ' True ', use_rs: FALSE", "rollout_is: null"),
+    ("bypass_old_logprob_for_rollout: 'true', use_pure_rollout_correction: 'False'", "bypass_mode: true"),
+    ("use_policy_gradient: ' True '", "bypass_mode: true, loss_type: reinforce"),
+    ("use_rollout_logprobs: 'TRUE'", "rollout_is: null, bypass_mode: true"),
     # bands that YAML would read as 2, 0.53 and 13
     (
         "rollout_rs: sequence, rollout_rs_threshold: 2, rollout_rs_threshold_lower: 0",

@@ -468,6 +468,13 @@ def test_errors_name_what_is_missing_or_misshapen(change, message):
         token_loss(make_config(kl=0.1), {"log_probs": new}, data)
 
 
+def test_a_flat_mask_beside_flat_log_probs_is_refused():
+    new, data = random_batch()
+    flat = {k: v[:, 0] for k, v in data.items()}
+    with pytest.raises(ValueError, match=r"on the token path both must be \(B, T\)"):
+        token_loss(make_config(), {"log_probs": new[:, 0]}, flat)
+
+
 # ---------------------------------------------------------------- ranks
 
 RANK_CASES = [(mode, agg_mode, full) for mode in MODES for agg_mode in AGGREGATIONS for full in (True, False)]
