@@ -75,11 +75,9 @@ def folder_of_family(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny_sd3_path(tmp_path_factory):
+def tiny_sd3_path(folder_of_family):
     """A random Stable Diffusion 3 in a folder, as a user has one."""
-    from tiny_families import stable_diffusion_3 as tiny_sd3
-
-    return tiny_sd3.save(tmp_path_factory.mktemp("models") / "tiny_sd3")
+    return folder_of_family("stable_diffusion_3")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Ways in which a pipeline's folder gets damaged; each takes the folder and damages it in place."""
 
 import json
-from pathlib import Path
 
 
 def weights_of(folder, part):
@@ -19,9 +18,9 @@ def edit_weights(folder, part, change):
     save_file(state, file, metadata={"format": "pt"})
 
 
-def drop_weight(folder, part, position=1):
-    """Without one of its tensors, by its place among the sorted names."""
-    edit_weights(folder, part, lambda state: state.pop(sorted(state)[position]))
+def drop_weight(folder, part):
+    """Without one of its tensors."""
+    edit_weights(folder, part, lambda state: state.pop(sorted(state)[1]))
 
 
 def edit_json(file, change):
@@ -51,6 +50,6 @@ def shard(folder, part, pieces=3):
         where |= dict.fromkeys(own, name)
     file.unlink()
     total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    index = Path(file.parent / f"{file.name}.index.json")
+    index = file.parent / f"{file.name}.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}))
     return index

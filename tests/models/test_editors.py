@@ -18,8 +18,6 @@ from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.models.prompt_store import PromptStoreError, open_store
 from flowgrpo_rc.prompt import Prompt
 
-CPU = torch.device("cpu")
-
 
 def reference(width, height, seed=0):
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)

@@ -3,8 +3,6 @@
 Like 3.5-medium it has two CLIPs and a T5, normalised queries and keys, and a second attention in its first block.
 """
 
-from pathlib import Path
-
 from tiny_families import parts
 
 CLIP_TOKENS = parts.CLIP_TOKENS
@@ -44,9 +42,3 @@ def build(*, t5: bool = True):
         text_encoder_3=parts.t5(T5_WIDTH, t5_tokenizer) if t5 else None,
         tokenizer_3=t5_tokenizer,
     )
-
-
-def save(folder: Path, **settings) -> str:
-    """Build it into ``folder``; returns the path as ``actor_rollout_ref.model.path`` takes it."""
-    build(**settings).save_pretrained(folder)
-    return str(folder)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_pair import request_for
-from tiny_families import stable_diffusion_3 as tiny_sd3
+from tiny_families import stable_diffusion_3
 
 from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.lora import AdapterMismatchError
@@ -111,7 +111,8 @@ def test_pipelines_layers_and_devices_are_refused_before_anything_is_started(
         make_handle(tiny_sd3_model, target_modules="all-linear")
     with pytest.raises(ValueError, match=r"rollout.devices: got cpu\+cpu; .* so name cpu by itself"):
         make_handle(tiny_model, devices=("cpu", "cpu"))
-    without_t5 = load_model(tiny_sd3.save(tmp_path, t5=False))
+    stable_diffusion_3.build(t5=False).save_pretrained(tmp_path)
+    without_t5 = load_model(str(tmp_path))
     with pytest.raises(ValueError, match="vllm_omni loads text_encoder_3, which this model was saved without"):
         make_handle(without_t5)
     parts = {**tiny_model.pipe.components, "vae_scale_factor": tiny_model.pipe.vae_scale_factor}
