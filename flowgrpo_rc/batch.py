@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowgrpo_rc.correction.numerics.compute import correct_and_measure, weights_and_mask
+from flowgrpo_rc.correction.numerics.compute import correct, correct_and_measure
 from flowgrpo_rc.correction.numerics.moments import Moments, merge_over_ranks, metrics_from_moments
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 
@@ -266,8 +266,8 @@ def weights_and_keep(
     """
     batch = _mapping_with((Key.ROLLOUT_LOG_PROBS,), batch, "rollout correction")
     bounds = optional(batch, Key.ROLLOUT_RS_BOUNDS)
-    weights, keep = weights_and_mask(log_probs, batch[Key.ROLLOUT_LOG_PROBS], plan=config.plan(), row_bounds=bounds)
-    return _in_the_loss(weights, keep), keep
+    found = correct(log_probs, batch[Key.ROLLOUT_LOG_PROBS], plan=config.plan(), row_bounds=bounds)
+    return _in_the_loss(found.weights, found.keep), found.keep
 
 
 def _in_the_loss(weights: Tensor | None, keep: Tensor) -> Tensor:

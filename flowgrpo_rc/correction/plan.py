@@ -163,8 +163,9 @@ class CorrectionPlan:
         if importance is not None and not (uses_weights or importance.rejects):
             importance = None
         # Callers may then have to see whole windows, or the whole batch, before they learn from a part.
-        weights_couple = importance is not None and (importance.level != "token" or importance.batch_normalize)
-        return weights_couple or self.log_veto is not None or any(c.aggregate != "token" for c in self.criteria)
+        if importance is not None and (importance.level != "token" or importance.batch_normalize):
+            return True
+        return self.log_veto is not None or any(c.aggregate != "token" for c in self.criteria)
 
     @property
     def calibrated(self) -> bool:

@@ -118,9 +118,7 @@ def compute_offpolicy_metrics(
 
 
 def compute_rollout_corr_metrics_from_logprobs(
-    log_prob: Float[Tensor, "B T"],
-    rollout_log_prob: Float[Tensor, "B T"],
-    response_mask: Shaped[Tensor, "B T"],
+    log_prob: Float[Tensor, "B T"], rollout_log_prob: Float[Tensor, "B T"], response_mask: Shaped[Tensor, "B T"]
 ) -> Metrics:
     """Diagnostics of the current policy against the rollout policy, prefixed ``rollout_corr/``."""
     return _run(log_prob, rollout_log_prob, response_mask, CorrectionPlan()).metrics
@@ -364,11 +362,8 @@ OPTIONS = {name: option.default for name, option in inspect.signature(plan_of_op
 
 
 def _plan(*options: Any, **named: Any) -> CorrectionPlan:
-    """verl's reading of the options of ``plan_of_options``: no ``geometric``, mirrored k1 bands."""
+    """verl's reading of the options of ``plan_of_options``: mirrored k1 bands."""
     plan = plan_of_options(*options, **named)
-    # An extension of ours, which verl's users must not get by a typo.
-    if plan.importance is not None and plan.importance.level == "geometric":
-        raise ValueError("verl has the levels 'token' and 'sequence' for rollout_is, got 'geometric'.")
     if any(c.statistic == "k1" and c.lower == -math.inf for c in plan.criteria):
         raise ValueError("verl has no k1 band without a lower bound: give a positive one.")
     mirrored = [

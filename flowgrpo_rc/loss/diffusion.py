@@ -67,11 +67,7 @@ def diffusion_loss(
 
 
 def diffusion_loss_sums(
-    config: ActorLossConfig,
-    model_output: TensorMapping,
-    data: TensorMapping | BatchHolder,
-    *,
-    corrected: bool = False,
+    config: ActorLossConfig, model_output: TensorMapping, data: TensorMapping | BatchHolder, *, corrected: bool = False
 ) -> LossSums:
     """The loss of ``diffusion_loss`` before its division: see ``LossSums``. Always at least float32.
 

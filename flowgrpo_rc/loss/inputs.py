@@ -116,7 +116,7 @@ def read_inputs(
     widths = like_log_probs(data, Key.CLIP_WIDTHS, log_prob)
     if widths is not None:
         # With NaN for invalid ones the loss is NaN and refused, without a host sync here.
-        widths = torch.where(_is_usable(Key.CLIP_WIDTHS, widths), widths, torch.nan)
+        widths = torch.where(widths.isfinite() & (widths > 0), widths, torch.nan)
     low, high = CLIP_BAND.sides(options, widths)
     # The dual clip belongs to tokens; the diffusion objectives are defined without it.
     dual_clip = None if valid is None else options.clip_ratio_c
@@ -196,12 +196,6 @@ def check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(expected)}")
 
 
-def _is_usable(name: str, values: Tensor) -> Tensor:
-    """Mask of finite values; clip widths must also be above 0."""
-    finite = torch.isfinite(values)
-    return finite & (values > 0) if name == Key.CLIP_WIDTHS else finite
-
-
 def _old_log_probs(data: TensorMapping, log_prob: Tensor, *, bypass: bool) -> Tensor:
     """``old_log_probs``; in bypass mode ``rollout_log_probs``, under either name."""
     names = (Key.ROLLOUT_LOG_PROBS, Key.OLD_LOG_PROBS) if bypass else (Key.OLD_LOG_PROBS,)
@@ -230,8 +224,12 @@ def not_finite(**holders: object) -> str:
         tensors = as_mapping(holder)
         for name in tensors.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
             value = tensors[name]
-            if isinstance(value, Tensor) and (bad := int((~_is_usable(name, value)).sum())):
-                kind = " (or not above 0)" if name == Key.CLIP_WIDTHS else ""
+            if not isinstance(value, Tensor):
+                continue
+            widths = name == Key.CLIP_WIDTHS
+            usable = value.isfinite() & (value > 0) if widths else value.isfinite()
+            if bad := int((~usable).sum()):
+                kind = " (or not above 0)" if widths else ""
                 found.append(f"{bad} of {value.numel()} in {where}[{name!r}]{kind}")
     if found:
         return f"NaN or infinite, masked values included: {', '.join(found)}"

@@ -143,12 +143,7 @@ class Threshold(Limit):
         return f"{self.key}={self.value(options):g}"
 
 
-CLIP_BAND = ClipBand(
-    key="clip_ratio",
-    name="clip band",
-    edge="clip band",
-    share_metric="actor/pg_clipfrac_first",
-)
+CLIP_BAND = ClipBand(key="clip_ratio", name="clip band", edge="clip band", share_metric="actor/pg_clipfrac_first")
 KL_TRUST_REGION = Threshold(
     key="kl_mask_threshold",
     name="trust region",

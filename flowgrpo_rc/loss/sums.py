@@ -5,7 +5,6 @@
 
 import math
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,7 +75,8 @@ class LossMetrics:
         sums["inert"] = inert.sum()
         # Minus the minimum, so that one maximum over micro-batches and ranks merges both.
         extremes = (-torch.where(valid, ratio, torch.inf).min(), torch.where(valid, ratio, -torch.inf).max())
-        return cls(tuple(sums), _on_device(sums.values()), _on_device(extremes))
+        columns = torch.stack([figure.double() for figure in sums.values()])
+        return cls(tuple(sums), columns, torch.stack([end.double() for end in extremes]))
 
     def __add__(self, other: "LossMetrics") -> "LossMetrics":
         # Both have the same names: the micro-batches of an update share objective and mode.
@@ -212,8 +212,3 @@ def mean_loss(
     if metrics["actor/kept_fraction"] == 0:
         warnings.warn("rollout correction rejected every element of this batch: loss and gradients are 0", stacklevel=3)
     return loss, metrics | {f"actor/{name}": value for name, value in correction.items()}
-
-
-def _on_device(figures: Iterable[Tensor]) -> Tensor:
-    """Scalars as one tensor, in float64."""
-    return torch.stack([figure.detach().double() for figure in figures])

@@ -36,9 +36,6 @@ class NonFiniteLogProbError(ValueError):
         if m is not None:
             bad &= m != 0
         positions = bad.nonzero()
-        if len(positions) == 0:
-            super().__init__("Log-probs are too large: the sum of their differences overflows.")
-            return
         # The first position leads to the image or token at fault.
         row, column = positions[0].tolist()
         super().__init__(
@@ -191,7 +188,7 @@ def correct_and_measure(
         TypeError, ValueError: as ``compute_rollout_correction_and_rejection_mask``; row bounds that are missing, of
             another shape, or not positive and finite.
     """
-    found = _correct(plan, row_bounds, log_prob, rollout_log_prob, mask, timesteps)
+    found = correct(log_prob, rollout_log_prob, mask, timesteps, plan=plan, row_bounds=row_bounds)
     x = found.log_ratios
     table, of_criteria = _measure(plan, found)
     sums = None
@@ -216,68 +213,61 @@ def correct_and_measure(
         raise NonFiniteLogProbError(_by_row(log_prob), _by_row(rollout_log_prob), m)
     if elements == 0:
         raise ValueError("The mask has no valid element: there is nothing to correct.")
-    weights = None if found.importance is None else found.importance.applied(x).view_as(log_prob)
+    weights = found.weights
     if weights is not None and sums:
         figures[metrics.BATCH_NORM_FACTOR] = metrics.Figure(metrics.batch_divisor, tuple(sums))
         weights = weights / figures[metrics.BATCH_NORM_FACTOR].value
     # In the mask's own dtype and with its values, which need not be 0 and 1.
-    keep = found.rejection.keep.view_as(log_prob)
-    kept = keep if mask is None else mask.masked_fill(~keep, 0)
+    kept = found.keep if mask is None else mask.masked_fill(~found.keep, 0)
     return weights, kept, Moments(plan, figures)
 
 
+class Corrected(NamedTuple):
+    """Weights and rejection of a batch before anything is measured, in the shape of its log-probs."""
+
+    weights: Float[Tensor, "..."] | None
+    """Not normalised over the batch; ``None`` without ``rollout_is``."""
+    keep: Bool[Tensor, "..."]
+    log_ratios: LogRatios
+    importance: ImportanceWeights | None
+    rejection: Rejection
+    row_bounds: Float[Tensor, " B"] | None
+
+
 @torch.no_grad()
-def weights_and_mask(
+def correct(
     log_prob: Float[Tensor, "..."],
     rollout_log_prob: Float[Tensor, "..."],
+    mask: Shaped[Tensor, "..."] | None = None,
+    timesteps: Shaped[Tensor, "..."] | None = None,
     *,
     plan: CorrectionPlan,
     row_bounds: Float[Tensor, "..."] | None = None,
-) -> tuple[Float[Tensor, "..."] | None, Bool[Tensor, "..."]]:
-    """Weights and mask without metrics, and without waiting for the device.
+) -> Corrected:
+    """Weights, and a rejection that includes that of ``rollout_is_mode=mask``, without waiting for the device.
 
-    Values that are not finite are not refused here; weights are not normalised over the batch.
+    Values that are not finite are not refused here.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices, as ``run_plan``.
     """
-    found = _correct(plan, row_bounds, log_prob, rollout_log_prob)
-    weights = None if found.importance is None else found.importance.applied(found.log_ratios).view_as(log_prob)
-    return weights, found.rejection.keep.view_as(log_prob)
-
-
-class _Corrected(NamedTuple):
-    log_ratios: LogRatios
-    importance: ImportanceWeights | None
-    rejection: Rejection
-    row_bounds: Tensor | None
-
-
-def _correct(
-    plan: CorrectionPlan,
-    row_bounds: Tensor | None,
-    log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor | None = None,
-    timesteps: Tensor | None = None,
-) -> _Corrected:
-    """Weights, and a rejection that includes that of ``rollout_is_mode=mask``."""
     _check(log_prob, rollout_log_prob, mask, timesteps)
     row_bounds = _check_row_bounds(row_bounds, log_prob) if plan.calibrated else None
     x = LogRatios(_by_row(log_prob), _by_row(rollout_log_prob), None if mask is None else _by_row(mask))
     rejection = rejection_mask(x, plan, row_bounds)
-    if plan.importance is None:
-        return _Corrected(x, None, rejection, row_bounds)
-    # Of the unmasked ratio: weights and rejection do not depend on each other.
-    importance = importance_weights(x, plan.importance)
-    if plan.importance.rejects:
-        inside = by_element(~(importance.low | importance.high))
-        rejection = rejection._replace(keep=rejection.keep & inside)
-    return _Corrected(x, importance, rejection, row_bounds)
+    importance = weights = None
+    if plan.importance is not None:
+        # Of the unmasked ratio: weights and rejection do not depend on each other.
+        importance = importance_weights(x, plan.importance)
+        weights = importance.applied(x).view_as(log_prob)
+        if plan.importance.rejects:
+            inside = by_element(~(importance.low | importance.high))
+            rejection = rejection._replace(keep=rejection.keep & inside)
+    return Corrected(weights, rejection.keep.view_as(log_prob), x, importance, rejection, row_bounds)
 
 
 @torch.inference_mode()  # cheaper operations; no tensor of the tables reaches a caller
-def _measure(plan: CorrectionPlan, found: _Corrected) -> tuple[metrics.MetricTable, metrics.MetricTable]:
+def _measure(plan: CorrectionPlan, found: Corrected) -> tuple[metrics.MetricTable, metrics.MetricTable]:
     """Every metric of a plan; those of single criteria in a table of their own."""
     x = found.log_ratios
     # verl leaves rows without a valid element out of a criterion's metrics and counts them in all others.

@@ -52,8 +52,7 @@ class Moments:
 
 def metrics_from_moments(moments: Moments, prefix: str = PREFIX) -> Metrics:
     """Every metric that the moments' options give, as Python floats."""
-    shown = {name: figure for name, figure in moments.figures.items() if not name.startswith(_SLIME_ONLY)}
-    return {prefix + name: figure.value for name, figure in shown.items()}
+    return {prefix + name: f.value for name, f in moments.figures.items() if not name.startswith(_SLIME_ONLY)}
 
 
 @dataclass(frozen=True, slots=True)
