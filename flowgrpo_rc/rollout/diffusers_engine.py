@@ -27,7 +27,7 @@ from flowgrpo_rc.models.lora import (
 from flowgrpo_rc.models.sharding import gathered_once
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, check_has_adapter
 from flowgrpo_rc.rollout.config import QUANTIZATIONS, RolloutConfig
-from flowgrpo_rc.rollout.digest import adapter_digest
+from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
 from flowgrpo_rc.rollout.sampling import RequestSampler
 
 FP8_MAX = 448.0
@@ -95,6 +95,7 @@ class DiffusersEngine:
         self.transformer.requires_grad_(False).eval()
         # Outside of a rollout the transformer is the actor's.
         activate(self.transformer, None)
+        self._digest = HeldDigest()
         # Below every version, so that the engine refuses to draw before its first adapter.
         self.adapter_version = -1
 
@@ -165,7 +166,7 @@ class DiffusersEngine:
         return Trajectories(torch.cat([images for images, _ in sampled]), batch_of(record, request), echo)
 
     def _held_digest(self) -> str:
-        return adapter_digest(adapter_parameters(self.transformer, self.adapter))
+        return self._digest(adapter_parameters(self.transformer, self.adapter))
 
 
 def digest_rule(config: RolloutConfig, lora: ModelConfig) -> Callable[[Mapping[str, Tensor]], str]:

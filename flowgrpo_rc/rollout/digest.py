@@ -9,13 +9,46 @@ from torch import Tensor
 
 def adapter_digest(state: Mapping[str, Tensor]) -> str:
     """SHA-256 over the tensors, on one device, in the order of their names; 64 hexadecimal digits."""
-    # Distinguishes states with equal bytes, such as a transposed matrix or another dtype. No line of it is empty, so
-    # that an empty one ends it.
-    header = "".join(f"{name} {state[name].dtype} {tuple(state[name].shape)}\n" for name in sorted(state))
-    digest = hashlib.sha256(f"{header}\n".encode())
-    # Bytes, because NaN differs from itself and -0 equals 0 as numbers. Concatenated on the device, so that they reach
-    # the host in one transfer.
+    # Concatenated on the device, so that they reach the host in one transfer.
+    return _digest(_header(state), _bits(state))
+
+
+class HeldDigest:
+    """``adapter_digest`` with a cache: recomputed only if the adapter has changed.
+
+    Names, dtypes and shapes are compared, and every bit with a copy on the adapter's device. So the result is always
+    that of ``adapter_digest``, and an unchanged adapter costs one comparison on the device instead of a transfer and a
+    hash on the host.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[bytes, Tensor, str] = b"", torch.empty(0, dtype=torch.uint8), ""
+
+    def __call__(self, state: Mapping[str, Tensor]) -> str:
+        """The digest of ``state`` as it is now."""
+        header = _header(state)
+        bits = _bits(state)
+        known_header, known_bits, digest = self._known
+        if not (header == known_header and bits.device == known_bits.device and torch.equal(bits, known_bits)):
+            digest = _digest(header, bits)
+            self._known = header, bits, digest
+        return digest
+
+
+def _header(state: Mapping[str, Tensor]) -> bytes:
+    """Distinguishes states with equal bytes, such as a transposed matrix or another dtype."""
+    return "".join(f"{name} {state[name].dtype} {tuple(state[name].shape)}\n" for name in sorted(state)).encode()
+
+
+def _bits(state: Mapping[str, Tensor]) -> Tensor:
+    """All bytes in the order of the names; a copy on the tensors' device."""
+    # Bytes, because NaN differs from itself and -0 equals 0 as numbers.
     flat = [state[name].detach().reshape(-1).view(torch.uint8) for name in sorted(state)]
-    bits = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+
+
+def _digest(header: bytes, bits: Tensor) -> str:
+    digest = hashlib.sha256(header + b"\n")  # no line of the header is empty, so this one ends it
+    # The only transfer of a digest.
     digest.update(bits.cpu().numpy().data)
     return digest.hexdigest()

@@ -50,8 +50,8 @@ DRAWN = {
     ("models/base.py", "nonzero"): BATCHES,
     ("models/base.py", "tolist"): BATCHES,
     ("models/base.py", "to host"): BATCHES,
-    # The digest of the adapter that has drawn.
-    ("rollout/digest.py", "to host"): 1,
+    # Whether the adapter that has drawn is still the one whose digest is known.
+    ("rollout/digest.py", "equal"): 1,
 }
 """What ``BATCHES`` micro-batches of any family wait for."""
 OF_THE_FAMILY = {

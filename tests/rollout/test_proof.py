@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError, diffusers_engine
-from flowgrpo_rc.rollout.digest import adapter_digest
+from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter, check_echo, check_rollout
 from flowgrpo_rc.rollout.sampling import RequestSampler
 from flowgrpo_rc.rollout.seeds import generator_for, seed_for
@@ -111,6 +111,26 @@ def test_digests_are_equal_for_equal_bits_alone():
     ]
     digests = [adapter_digest(other) for other in others]
     assert len({digest, *digests}) == 1 + len(others)
+
+
+def test_a_digest_that_is_kept_notices_every_bit():
+    """Weights that change in place, also to another zero or another NaN, take another shape, and change back."""
+    held = HeldDigest()
+    state = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(())}
+    first = held(state)
+    assert first == held(state) == adapter_digest(state)
+    changes = [-0.0, torch.nan, torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)[0], 1e-45]
+    digests = [first]
+    for value in changes:
+        state["a"][0, 0] = value
+        digests.append(held(state))
+        assert digests[-1] == held(state) == adapter_digest(state)
+    state["a"][0, 0] = 0.0
+    assert held(state) == first
+    state["a"] = state["a"].view(3, 2)
+    digests.append(held(state))
+    assert digests[-1] == adapter_digest(state)
+    assert len(set(digests)) == len(changes) + 2
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
