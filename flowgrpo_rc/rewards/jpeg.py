@@ -7,10 +7,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-QUALITY = 95
-REFERENCE_PIXELS = 512 * 512
-KILOBYTES_PER_UNIT = 500.0
-
 
 def jpeg_compressibility(
     images: np.ndarray, prompts: Sequence[str] = (), metadata: Sequence[dict[str, Any]] | None = None
@@ -31,10 +27,9 @@ def jpeg_compressibility(
     kilobytes = np.zeros(len(images))
     for index, image in enumerate(images):
         buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, format="JPEG", quality=QUALITY)
+        Image.fromarray(image).save(buffer, format="JPEG", quality=95)
         kilobytes[index] = buffer.tell() / 1000.0
-    area = REFERENCE_PIXELS / (images.shape[1] * images.shape[2])
-    scores = -kilobytes * area / KILOBYTES_PER_UNIT
+    scores = -kilobytes * (512 * 512 / (images.shape[1] * images.shape[2])) / 500.0
     return scores.astype(np.float32), {"jpeg_kilobytes": kilobytes.tolist()}
 
 

@@ -182,13 +182,9 @@ class RewardMix:
 
     def networks(self) -> dict[str, list[Any]]:
         """Name -> weights, as torch tensors, of every built-in reward that is a network on this machine."""
-        found = {}
         # A user's own object may have a ``weights`` of another meaning.
-        for name in self.builtin:
-            weights = getattr(self.functions[name].function, "weights", None)
-            if weights is not None:
-                found[name] = weights()
-        return found
+        found = {name: getattr(self.functions[name].function, "weights", None) for name in self.builtin}
+        return {name: weights() for name, weights in found.items() if weights is not None}
 
     def check_prompts(
         self,

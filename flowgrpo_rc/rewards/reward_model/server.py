@@ -4,7 +4,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import time
 import weakref
 from contextlib import suppress
@@ -28,23 +27,29 @@ LOG_CHARACTERS = 1500
 
 
 class RewardModelServer:
-    """``vllm serve`` as configured, on a free port of the loopback address.
+    """``vllm serve`` as configured, on a port of the loopback address.
 
     The constructor starts the process and returns at once; ``wait`` waits until the server answers. The server ends
     with ``close``, with the object, and with this process, however that ends. Of several processes of a run on one
     machine the first starts the server, and the others use it.
 
     Raises:
-        ValueError: ``vllm`` is not installed, or a configured GPU is not there.
+        ValueError: ``vllm`` is not installed, its port is taken, or a configured GPU is not there.
     """
 
     def __init__(self, config: RewardModelConfig) -> None:
         self.config = config
         self.model = str(config.model_path)
         self._process: ChildProcess | None = None
+        port = 0
+        if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) != "1":
+            # All processes of an attempt of a launcher derive the same one; other launches have others.
+            launch, attempt = (int(os.environ.get(k, "0")) for k in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+            port = 10_000 + (launch * 7919 + attempt) % 20_000
         # Without a launcher the only process is the first.
-        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        self.address = self._start() if is_first else wait_for_address(config.start_timeout_s)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            port = self._start(port)
+        self.address = f"127.0.0.1:{port}"
         """``host:port``."""
 
     @property
@@ -86,7 +91,8 @@ class RewardModelServer:
         if self._process is not None:
             self._finalizer()
 
-    def _start(self) -> str:
+    def _start(self, port: int) -> int:
+        """Start the server on this port, or on a free one for 0, and return it."""
         # The one beside this Python too: a virtual environment that is not activated is not on the PATH.
         places = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
         program = shutil.which("vllm", path=os.pathsep.join(places))
@@ -97,21 +103,19 @@ class RewardModelServer:
                 "reward.judge.base_url"
             )
         # Another program may take the port before vllm does; vllm then ends, and its log shows why.
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        try:
+            with socket.create_server(("127.0.0.1", port)) as probe:
+                port = probe.getsockname()[1]
+        except OSError as error:
+            remedy = "start the run again, with another MASTER_PORT"
+            raise ValueError(f"{SECTION}: the port {port} cannot be had ({error}); {remedy}") from error
         command = [program, *self.config.arguments(port)]
         print(f"Reward model: starting vllm serve {self.model} on port {port}", file=sys.stderr)
         self._process = ChildProcess(
             "flowgrpo_rc.processes:run_command", command, environment=_environment(self.config.devices)
         )
         self._finalizer = weakref.finalize(self, _end, self._process, os.getpid(), self.model)
-        address = f"127.0.0.1:{port}"
-        if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) != "1":
-            # For the other processes of the run. Never through a link that another user may have put there.
-            _address_file().unlink(missing_ok=True)
-            with _address_file().open("x") as stream:
-                stream.write(f"{address} {os.getpid()}")
-        return address
+        return port
 
     def _failure(self, reason: str) -> ValueError:
         text = f"{SECTION}: vllm serve {self.model} {reason}"
@@ -120,7 +124,6 @@ class RewardModelServer:
         self._process.end()
         # The message has the log already.
         self._finalizer.detach()
-        _address_file().unlink(missing_ok=True)
         return ValueError(f"{text}; the end of its log: {_end_of(self._process, LOG_LINES) or 'it is empty'}")
 
 
@@ -176,28 +179,3 @@ def _end(process: ChildProcess, owner: int, model: str) -> None:
         log = process.save_output("flowgrpo_rc-reward-model-")
         print(f"{SECTION}: vllm serve {model} {process.how_it_ended()}; {log}", file=sys.stderr)
     process.end()
-    _address_file().unlink(missing_ok=True)
-
-
-def wait_for_address(timeout_s: float) -> str:
-    """The address that the first process, which is alive, has written; ``ValueError`` after ``timeout_s``."""
-    file = _address_file()
-    ends_at = time.monotonic() + timeout_s
-    while time.monotonic() < ends_at:
-        # A ValueError: half of it is written.
-        with suppress(OSError, ValueError):
-            # Every user may write into the folder, and images go to this address.
-            if file.stat().st_uid == os.getuid():
-                address, pid = file.read_text().split()
-                # Signal 0 only finds out that the process exists.
-                os.kill(int(pid), 0)
-                return address
-        time.sleep(0.1)
-    raise ValueError(f"{SECTION}: the first process of the run did not start its server within {timeout_s:g} s")
-
-
-def _address_file() -> Path:
-    """The same path in all processes of one attempt of a launcher."""
-    launch = [os.environ.get(name, "0") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-    name = "-".join(["flowgrpo_rc-reward-model", str(os.getuid()), str(os.getppid()), *launch])
-    return Path(tempfile.gettempdir()) / name
