@@ -213,32 +213,29 @@ def test_only_the_columns_that_are_named_are_sent(columns, sent):
 
 
 @pytest.mark.parametrize(
-    ("section", "message"),
+    ("remote", "message"),
     [
-        ({}, "reward.remote.far.url: is not given"),
-        ({"url": "127.0.0.1:80"}, "reward.remote.far.url: got '127.0.0.1:80'"),
-        ({"url": "http://h", "protocol": "grpc"}, "reward.remote.far.protocol: got 'grpc'; choose one of json, verl"),
-        ({"url": "http://h", "batch_size": 0}, "reward.remote.far.batch_size: got 0"),
-        ({"url": "http://h", "api_key_env": "sk-123"}, "reward.remote.far.api_key_env: give the name of an environ"),
-        ({"url": "http://h", "urls": 1}, "reward.remote.far: has no key urls; nearest: url; its keys are"),
-        ("http://h", "reward.remote.far: got 'http://h'; give a RemoteConfig or a mapping"),
+        ({"far": {}}, "far.url: is not given"),
+        ({"far": {"url": "127.0.0.1:80"}}, "far.url: got '127.0.0.1:80'"),
+        ({"far": {"url": "http://h", "protocol": "grpc"}}, "far.protocol: got 'grpc'; choose one of json, verl"),
+        ({"far": {"url": "http://h", "batch_size": 0}}, "far.batch_size: got 0"),
+        ({"far": {"url": "http://h", "api_key_env": "sk-123"}}, "far.api_key_env: give the name of an environ"),
+        ({"far": {"url": "http://h", "urls": 1}}, "far: has no key urls; nearest: url; its keys are"),
+        ({"far": "http://h"}, "far: got 'http://h'; give a RemoteConfig or a mapping"),
+        ({"ocr": {"url": "http://h"}}, "ocr: another reward is called 'ocr' too"),
+        ({"mean": {"url": "http://h"}}, "mean: got 'mean', but the run logs reward/mean"),
     ],
 )
-def test_wrong_settings_are_refused_by_name(section, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        RewardConfig(functions={"far": 1.0}, remote={"far": section})
+def test_wrong_settings_are_refused_by_name(remote, message):
+    with pytest.raises(ValueError, match=rf"^reward\.remote\.{message}"):
+        RewardConfig(functions={"far": 1.0}, remote=remote)
 
 
-def test_names_of_servers_are_names_of_rewards():
-    url = {"url": "http://127.0.0.1:9"}
+def test_sections_of_servers_have_names_which_messages_list():
     with pytest.raises(ValueError, match=r"^reward.remote: got 'http"):
         RewardConfig(remote="http://h")
-    with pytest.raises(ValueError, match=r"^reward.remote.ocr: another reward is called 'ocr' too"):
-        RewardConfig(remote={"ocr": url})
-    with pytest.raises(ValueError, match=r"^reward.remote.mean: got 'mean', but the run logs reward/mean"):
-        RewardConfig(remote={"mean": url})
     with pytest.raises(ValueError, match=rf"'near' is not a known reward; known are {', '.join([*REWARDS, 'far'])}"):
-        RewardConfig(functions={"near": 1.0}, remote={"far": url})
+        RewardConfig(functions={"near": 1.0}, remote={"far": {"url": "http://h"}})
 
 
 def test_overrides_name_a_server_and_the_whole_section_is_recorded():

@@ -12,14 +12,7 @@ import pytest
 from PIL import Image
 from reward_server import IMAGES, METADATA, PROMPTS
 
-from flowgrpo_rc.rewards.remote.protocols import (
-    PROTOCOLS,
-    SERVED,
-    ProtocolError,
-    Request,
-    decode,
-    encode,
-)
+from flowgrpo_rc.rewards.remote.protocols import PROTOCOLS, SERVED, ProtocolError, Request, decode, encode
 
 FILES = [encode(image, "png") for image in IMAGES]
 REQUEST = Request(files=FILES, prompts=PROMPTS, metadata=METADATA)

@@ -10,7 +10,6 @@ import tiny_scorers
 import torch
 from safetensors.torch import load_file, save_file
 
-from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.rewards import ScorerConfig
 from flowgrpo_rc.rewards.clip.scorer import find_device
 from flowgrpo_rc.rewards.clip.similarity import DINOSimilarity
@@ -117,7 +116,7 @@ def test_a_processor_of_another_size(folder: Path, tmp_path: Path) -> None:
     assert told.endswith("give the network's own processor")
 
 
-# ---------------------------------------------------------------------- device and configuration
+# ---------------------------------------------------------------------- device
 
 
 def test_the_device_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,18 +134,3 @@ def test_the_device_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=r"reward\.x\.device: got cuda:0, but torch sees 0 GPUs here"):
         find_device("reward.x", "cuda")
-
-
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("reward.pickscore.device=gpu", r"reward\.pickscore\.device: got 'gpu'; give auto, cpu, cuda or cuda:N"),
-        ("reward.clipscore.dtype=int8", r"reward\.clipscore\.dtype: got 'int8'; choose one of float32"),
-        ("reward.aesthetic.micro_batch_size=0", r"reward\.aesthetic\.micro_batch_size: got 0; give a number above 0"),
-        ("reward.hpsv2.version=1", r"reward\.hpsv2\.version: got '1'; choose one of 2.0, 2.1"),
-        ("reward.dino_similarity.model_path=' '", r"reward\.dino_similarity\.model_path: got ' '; give a path"),
-    ],
-)
-def test_a_wrong_field_is_refused_when_the_configuration_is_read(override: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        compose("flowgrpo_trainer", [override])

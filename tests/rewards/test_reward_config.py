@@ -113,6 +113,11 @@ def test_what_a_resolved_configuration_prints_can_be_built_on(tmp_path: Path, mi
         ("reward.ocr.rec_image_shape=[48,64]", r"rec_image_shape: got \[48, 64\]; give \[3, 48, width\]"),
         ("reward.timeout_s=0", r"reward\.timeout_s: got 0\.0; give a number above 0 or null"),
         ("reward.timeout_s=soon", r"reward\.timeout_s: .*'soon'"),
+        ("reward.pickscore.device=gpu", r"reward\.pickscore\.device: got 'gpu'; give auto, cpu, cuda or cuda:N"),
+        ("reward.clipscore.dtype=int8", r"reward\.clipscore\.dtype: got 'int8'; choose one of float32"),
+        ("reward.aesthetic.micro_batch_size=0", r"reward\.aesthetic\.micro_batch_size: got 0; give a number above 0"),
+        ("reward.hpsv2.version=1", r"reward\.hpsv2\.version: got '1'; choose one of 2.0, 2.1"),
+        ("reward.dino_similarity.model_path=' '", r"reward\.dino_similarity\.model_path: got ' '; give a path"),
     ],
 )
 def test_what_is_no_weight_says_so(override: str, told: str) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flowgrpo_rc.rewards import REWARD_NAMES, RewardConfig, build_reward
+from flowgrpo_rc.rewards.check.findings import EXPECTATIONS
 from flowgrpo_rc.rewards.registry import REWARDS
 
 SOURCE = """
@@ -49,3 +50,4 @@ def test_a_line_in_the_table_makes_a_reward() -> None:
 @pytest.mark.parametrize("name", REWARDS)
 def test_every_line_leads_somewhere(name: str) -> None:
     assert callable(resolve_name(REWARDS[name]))
+    assert name in EXPECTATIONS
