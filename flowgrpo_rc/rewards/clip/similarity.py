@@ -14,12 +14,11 @@ import torch
 from PIL import Image
 
 from flowgrpo_rc.prompt import ReferenceImage
+from flowgrpo_rc.reference_files import IMAGES_KEY
 from flowgrpo_rc.rewards.answer import brief_repr
 from flowgrpo_rc.rewards.clip.scorer import CLIP_L, Scorer
 from flowgrpo_rc.rewards.registry import Rows
 
-COLUMN = "images"
-"""The column of the prompt file, and key of ``metadata``, with the images of an edit."""
 OTHER_COLUMN = "reference"
 """The column with an image that the model does not get; a path is relative to the working folder."""
 FORMS = "a path, an image file's bytes, a PIL image or a uint8 array (H, W, 3), or a list that begins with one"
@@ -68,7 +67,7 @@ class SimilarityReward(Scorer):
 
     def _reference(self, row: Mapping[str, Any], where: str) -> Any:
         """A row's reference, in one of the forms."""
-        value = row.get(COLUMN, row.get(OTHER_COLUMN))
+        value = row.get(IMAGES_KEY, row.get(OTHER_COLUMN))
         # An edit may begin with several images; the first one counts.
         if isinstance(value, list | tuple):
             value = next(iter(value), None)
@@ -77,7 +76,7 @@ class SimilarityReward(Scorer):
             value = value.get("bytes") or value.get("path")
         if value is None:
             raise ValueError(
-                f"{where} has no {COLUMN!r}, with whose first image the reward {self.name!r} compares; add it as a "
+                f"{where} has no {IMAGES_KEY!r}, with whose first image the reward {self.name!r} compares; add it as a "
                 f"column of a .parquet or .jsonl file ({OTHER_COLUMN!r} where the model takes no images): {FORMS}"
             )
         return value
@@ -98,7 +97,7 @@ def _open(value: Any, where: str) -> Image.Image:
         return Image.fromarray(array)
     except Exception as error:
         raise ValueError(
-            f"{where}: {COLUMN!r} cannot be read as an image ({type(error).__name__}: {error}); it is "
+            f"{where}: {IMAGES_KEY!r} cannot be read as an image ({type(error).__name__}: {error}); it is "
             f"{brief_repr(value)[:80]}; give {FORMS}"
         ) from error
 
@@ -109,7 +108,7 @@ def _read(value: Any, where: str) -> np.ndarray:
     try:
         return np.asarray(image.convert("RGB"))
     except OSError as error:
-        raise ValueError(f"{where}: {COLUMN!r} cannot be decoded: {error}") from error
+        raise ValueError(f"{where}: {IMAGES_KEY!r} cannot be decoded: {error}") from error
 
 
 def _key(value: Any) -> Any:

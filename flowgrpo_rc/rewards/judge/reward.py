@@ -13,19 +13,13 @@ import numpy as np
 from PIL import Image
 
 from flowgrpo_rc.prompt import ReferenceImage
+from flowgrpo_rc.reference_files import IMAGES_KEY
 from flowgrpo_rc.rewards.answer import CAPTIONS, PARTS, brief_repr
 from flowgrpo_rc.rewards.http_client import Request, ServerError, send_all
 from flowgrpo_rc.rewards.judge.config import SECTION, JudgeConfig, JudgeQuestion
 from flowgrpo_rc.rewards.judge.parsers import PARSERS, Answer, UnreadableAnswer, read_answer, read_models
 from flowgrpo_rc.rewards.registry import Places, Rows
 from flowgrpo_rc.rewards.remote.protocols import encode
-
-REFERENCES = "images"
-"""The key of ``metadata`` that holds a prompt's reference images."""
-_CHECK_TRIES = 2
-"""Tries before training: a server that is not there should show within seconds."""
-_ENCODERS = 4
-"""Threads that encode images."""
 
 
 class _Query(NamedTuple):
@@ -66,13 +60,14 @@ class JudgeReward:
             raise ValueError(f"{SECTION}.questions: none, so there is nothing to ask; give a list, e.g. [yes_no]")
         self._url = self.config.base_url.rstrip("/")
         self._cache: dict[Hashable, tuple[float, str]] = {}
-        tries = min(_CHECK_TRIES, self.config.tries)
+        # A server that is not there should show within seconds.
+        tries = min(2, self.config.tries)
         try:
             self.config.model = self._served_model(tries)
             # The score is not used; a plain image is small to send.
             blank = np.full((1, 256, 256, 3), 255, np.uint8)
             row: dict[str, Any] = {name: name for question in self.config.questions for name in question.placeholders}
-            row[REFERENCES] = [blank[0]]
+            row[IMAGES_KEY] = [blank[0]]
             self._judge(self._queries(blank, ['a blank sheet "blank"'], [row], sample="blank image"), tries)
         except ServerError as error:
             raise ValueError(f"{SECTION}: {error}") from None
@@ -139,7 +134,7 @@ class JudgeReward:
         encoded: dict[Any, bytes] = {}
         queries = []
         # Resizing and packing run in C, mostly without the interpreter's lock.
-        with ThreadPoolExecutor(_ENCODERS) as pool:
+        with ThreadPoolExecutor(4) as pool:
             files = list(pool.map(self._encode, images))
         for index, (prompt, row, file) in enumerate(zip(prompts, rows, files, strict=True)):
             where = f"{sample} {index}, prompt {brief_repr(prompt)}"
@@ -244,11 +239,11 @@ def _references(question: JudgeQuestion, row: Mapping[str, Any], where: str) -> 
     """The reference images that a question shows; ``ValueError`` where it shows some and the row has none."""
     if not question.references:
         return ()
-    found = row.get(REFERENCES)
+    found = row.get(IMAGES_KEY)
     if not isinstance(found, list | tuple) or not found:
         raise ValueError(
             f"{where} has no reference images, which the judge's question {question.name!r} shows; add the column "
-            f"{REFERENCES!r} to the prompt file, or set references=false for this question"
+            f"{IMAGES_KEY!r} to the prompt file, or set references=false for this question"
         )
     return found
 
