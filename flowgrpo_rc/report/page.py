@@ -13,8 +13,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.report import health
 from flowgrpo_rc.report.finding import OK, PROBLEM, WATCH, Finding, number, worst
-from flowgrpo_rc.report.health import CHECKS, check_health
+from flowgrpo_rc.report.health import check_health
 from flowgrpo_rc.report.history import LOSS, ROLLOUT, History, finite
 from flowgrpo_rc.report.panel import SETTINGS, Panel, draw_panel
 from flowgrpo_rc.report.panels import logged_panels
@@ -133,6 +134,7 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
     environment.filters |= {"sentence": _sentence}
     template = environment.from_string(files.joinpath("page.html").read_text(encoding="utf-8"))
     history = run.history
+    checked = {finding.check for finding in findings}
     return template.render(
         style=Markup(files.joinpath("page.css").read_text(encoding="utf-8")),
         words=WORDS,
@@ -144,7 +146,7 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
         key_numbers=key_numbers(history),
         findings=findings,
         trouble=[finding for finding in findings if finding.level != OK],
-        not_checked=[check.title for check in CHECKS if check.name not in {finding.check for finding in findings}],
+        not_checked=[check.title for check in health.CHECKS if check.name not in checked],
         settings=settings(history),
         history=history,
         run=run,

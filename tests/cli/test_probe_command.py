@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import tempfile
 from functools import partial
 from types import SimpleNamespace
@@ -194,22 +193,6 @@ def test_a_full_disk_leaves_the_earlier_result(tmp_path, monkeypatch):
         write(result(1e-4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["probe.json", "probe.png"]
     assert ((tmp_path / "probe.json").read_bytes(), (tmp_path / "probe.png").read_text()) == (before, "whole")
-
-
-@pytest.mark.run
-def test_a_disk_that_fills_meanwhile_costs_the_files_alone(probe, tmp_path, monkeypatch):
-    """The table is printed, then one line says what is missing."""
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(command, "draw", full)
-    code, said, errors = probe("--images", "8", f"{CLIP}=0.01")
-    assert code == 1
-    assert "Verdict: SAFE" in said
-    assert errors[-1].startswith("error: ")
-    assert "No space left" in errors[-1]
-    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.run
