@@ -72,6 +72,5 @@ def _entry(field: Field[Any], text: str) -> str:
     """``name: type = default``, and the field's text below it."""
     kind = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
     default = "" if field.default is MISSING else f" = {field.default!r}"
-    lines = textwrap.TextWrapper(_WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
-    described = lines.fill(" ".join(text.split()))
-    return f"{field.name}: {kind}{default}\n{described}"
+    described = textwrap.fill(" ".join(text.split()), _WIDTH - 4, break_on_hyphens=False)
+    return f"{field.name}: {kind}{default}\n{textwrap.indent(described, '    ')}"

@@ -10,7 +10,7 @@ import pytest
 
 from flowgrpo_rc.field_docs import documented_fields, field_texts
 
-CONFIGS = ("actor", "trainer", "rollout", "models", "rewards", "rewards.clip", "data", "correction.options")
+CONFIGS = ("actor", "trainer", "rollout", "models", "rewards", "data", "correction.options")
 MODULES = (*(f"{room}.config" for room in CONFIGS), "rewards.ocr")
 
 

@@ -259,7 +259,11 @@ def correct(
     if plan.importance is not None:
         # Of the unmasked ratio: weights and rejection do not depend on each other.
         importance = importance_weights(x, plan.importance)
-        weights = importance.applied(x).view_as(log_prob)
+        weights = importance.weight
+        # In the compute dtype; multiplied by the mask, as weights of rows are finite.
+        if weights.dim() == 1:
+            weights = weights.to(x.log_ratio.dtype).unsqueeze(1) * x.valid
+        weights = weights.view_as(log_prob)
         if plan.importance.rejects:
             inside = by_element(~(importance.low | importance.high))
             rejection = rejection._replace(keep=rejection.keep & inside)

@@ -90,13 +90,6 @@ class ImportanceWeights(NamedTuple):
     high: Bool[Tensor, "B ..."]
     """``r`` is above the bounds."""
 
-    def applied(self, x: LogRatios) -> Float[Tensor, "B T"]:
-        """The weight of each element in the compute dtype, 0 where invalid."""
-        if self.weight.dim() == 2:
-            return self.weight
-        # Multiplied by the mask, as weights of rows are finite.
-        return self.weight.to(x.log_ratio.dtype).unsqueeze(1) * x.valid
-
 
 def importance_weights(x: LogRatios, spec: ImportanceSampling) -> ImportanceWeights:
     """Importance weights ``w = bound(r)`` without batch normalisation; ``plan.WEIGHT_MODES`` has the ``bound``.
