@@ -1,4 +1,8 @@
-"""Reader of the column ``images`` of a prompt file. It checks every file once; models and rewards decode it later."""
+"""Reader of the column ``images`` of a prompt file. It checks every file once; models and rewards decode it later.
+
+The check reads an image's header and finds a file that is cut off: by the checksums of a PNG, the end mark of a JPEG.
+Files of other formats are decoded.
+"""
 
 import io
 import os
@@ -17,6 +21,8 @@ IMAGES_KEY = "images"
 LARGEST_PIXELS = 8192 * 8192
 """Of one image. A small file can claim to be a picture of any size."""
 _FORMS = "a path, an image file's bytes (parquet), a mapping with 'bytes' or 'path', or a list of these"
+_ORIENTATION = 0x0112
+"""EXIF tag of a picture's orientation; from 5 on its sides are exchanged."""
 _DEEP_MODES = ("I", "F")
 """Pillow's modes with integers or floats for values have names that begin with these letters."""
 _PNG_BIT_DEPTH = 24
@@ -88,7 +94,7 @@ def _content(path: str, text: str, source: str) -> bytes:
 
 def _looked_at(content: bytes, name: str, source: str) -> ReferenceImage:
     """The image of these bytes, which must be a whole one."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     named = f"{source}: the image {name}"
     # Reported apart from damage, because the remedies differ.
@@ -101,8 +107,7 @@ def _looked_at(content: bytes, name: str, source: str) -> ReferenceImage:
             warnings.simplefilter("ignore")  # of sizes, which are judged here, and of odd metadata
             with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
                 fault = _fault(image, content)
-                # Decoded once: that finds a file which is cut off, and an orientation behind the pixels.
-                width, height = (0, 0) if fault is not None else ImageOps.exif_transpose(image).size
+            width, height = (0, 0) if fault is not None else _upright_size(content)
     except UnidentifiedImageError as error:
         known = ", ".join(IMAGE_FORMATS)
         raise ValueError(f"{named} is not an image of a known format; give one of {known}") from error
@@ -113,6 +118,24 @@ def _looked_at(content: bytes, name: str, source: str) -> ReferenceImage:
     if fault is not None:
         raise ValueError(f"{named} {fault}")
     return ReferenceImage(content_digest(content), width, height, source)
+
+
+def _upright_size(content: bytes) -> tuple[int, int]:
+    """Width and height as the picture is shown; raises what the decoder raises where the file is damaged."""
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
+        image.verify()
+    # Decoding thousands of large pictures would take minutes.
+    with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
+        ended = image.format in ("JPEG", "MPO") and content.rstrip(b"\0").endswith(b"\xff\xd9")
+        if not ended and image.format != "PNG":
+            return ImageOps.exif_transpose(image).size
+        # Pillow decodes a whole PNG to look for a tag behind the pixels.
+        if image.format == "PNG" and b"eXIf" not in content and b"tiff:Orientation" not in content:
+            return image.size
+        found = image.getexif().get(_ORIENTATION, 1)
+        return image.size[::-1] if isinstance(found, int) and 5 <= found <= 8 else image.size
 
 
 def _fault(image: Any, content: bytes) -> str | None:
