@@ -331,8 +331,10 @@ def install() -> Replacement:
     Raises:
         ImportError: verl is not installed.
     """
-    from verl.trainer.ppo import rollout_corr_helper
-
+    try:
+        from verl.trainer.ppo import rollout_corr_helper
+    except ImportError as error:
+        raise ImportError(f"install() replaces functions of verl 0.9.1, which cannot be imported: {error}") from error
     replacement = Replacement()
     functions = {name: globals()[name] for name in __all__ if name.startswith(("compute_", "apply_"))}
     replacement.apply(rollout_corr_helper, functions, package="verl")
@@ -362,8 +364,11 @@ OPTIONS = {name: option.default for name, option in inspect.signature(plan_of_op
 
 
 def _plan(*options: Any, **named: Any) -> CorrectionPlan:
-    """verl's reading of the options of ``plan_of_options``: mirrored k1 bands."""
+    """verl's reading of the options of ``plan_of_options``: no ``geometric``, mirrored k1 bands."""
     plan = plan_of_options(*options, **named)
+    # An extension of ours, which verl's users must not get by a typo.
+    if plan.importance is not None and plan.importance.level == "geometric":
+        raise ValueError("verl has the levels 'token' and 'sequence' for rollout_is, got 'geometric'.")
     if any(c.statistic == "k1" and c.lower == -math.inf for c in plan.criteria):
         raise ValueError("verl has no k1 band without a lower bound: give a positive one.")
     mirrored = [
@@ -395,6 +400,8 @@ def weights_proto(weights: Tensor | None) -> Any:
     """
     if weights is None:
         return None
-    from verl.protocol import DataProto
-
+    try:
+        from verl.protocol import DataProto
+    except ImportError as error:
+        raise ImportError(f"The weights are returned in verl's DataProto, and verl is missing: {error}") from error
     return DataProto.from_dict(tensors={Key.ROLLOUT_IS_WEIGHTS: weights})

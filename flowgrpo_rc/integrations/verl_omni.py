@@ -204,7 +204,10 @@ def install() -> Replacement:
     Raises:
         ImportError: verl-omni is not installed.
     """
-    home = importlib.import_module(_HOME)
+    try:
+        home = importlib.import_module(_HOME)
+    except ImportError as error:
+        raise ImportError(f"This drop-in replaces functions of verl-omni, which cannot be imported: {error}") from error
     names = [name for name in __all__ if name.startswith(("rollout_", "apply_", "compute_rollout_corr_metrics"))]
     if not hasattr(home, "compute_rollout_corr_metrics_from_batch"):  # verl-omni's first release of the feature
         names.remove("compute_rollout_corr_metrics_from_batch")

@@ -78,7 +78,7 @@ def test_importing_replaces_the_functions_everywhere(omni):
 def test_without_verl_omni_the_import_says_so(monkeypatch):
     monkeypatch.delitem(sys.modules, "flowgrpo_rc.integrations.verl_omni", raising=False)
     monkeypatch.setitem(sys.modules, "verl_omni", None)
-    with pytest.raises(ImportError, match="verl_omni"):
+    with pytest.raises(ImportError, match="verl-omni, which cannot be imported"):
         importlib.import_module("flowgrpo_rc.integrations.verl_omni")
 
 
