@@ -11,6 +11,7 @@ from flowgrpo_rc import __version__
 from flowgrpo_rc.cli.arguments import BASE_CONFIG, add_command, add_configuration
 from flowgrpo_rc.cli.check_reward import add_check_reward
 from flowgrpo_rc.cli.errors import COMMAND, FAILED, LOADING, NEGATIVE, REFUSED, TRAINING, exit_code, warnings_in_a_line
+from flowgrpo_rc.cli.export_lora import add_export_lora
 from flowgrpo_rc.cli.plan import add_plan
 from flowgrpo_rc.cli.probe import add_probe
 from flowgrpo_rc.cli.serve import add_serve
@@ -110,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, help="the HTML file (RUN_DIR/report.html)")
     report.set_defaults(run=_report)
 
+    add_export_lora(commands)
     add_serve(commands)
 
     prepare = add_command(commands, "prepare-data", "turn a known data set into parquet files")

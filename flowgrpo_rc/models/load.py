@@ -46,6 +46,24 @@ def check_pipeline(path: str) -> str:
     return files.class_name
 
 
+def pipeline_files(path: str) -> PipelineFiles:
+    """All files of the pipeline at ``path``, checked; those of one on the hub are downloaded.
+
+    Raises:
+        UnsupportedModelError: see ``check_pipeline``.
+    """
+    import diffusers
+
+    files = _find(path)
+    with only_errors(IMPORTS):
+        pipeline_class = getattr(diffusers, files.class_name)
+    if not os.path.isdir(resolve_asset(path)):
+        with _explaining(files, "the download failed"):
+            files = PipelineFiles(path, Path(pipeline_class.download(path)))
+    files.check()
+    return files
+
+
 class PipelineLoader:
     """A pipeline whose networks are read when they are needed; the text encoders are freed afterwards.
 
@@ -66,14 +84,8 @@ class PipelineLoader:
     def __init__(self, path: str, *, dtype: str = "float32", device: Any = "cpu") -> None:
         import diffusers
 
-        files = _find(path)
-        with only_errors(IMPORTS):
-            pipeline_class = getattr(diffusers, files.class_name)
-        if not os.path.isdir(resolve_asset(path)):
-            with _explaining(files, "the download failed"):
-                files = PipelineFiles(path, Path(pipeline_class.download(path)))
-        files.check()
-        self._files = files
+        self._files = files = pipeline_files(path)
+        pipeline_class = getattr(diffusers, files.class_name)
         self._classes = {part.name: _class_of(files, part) for part in files.parts}
         # The pipeline would take ``None`` for a part that its index does not name: Stable Diffusion 3 for its T5.
         needed = set(pipeline_class._get_signature_keys(pipeline_class)[0]) - {*pipeline_class._optional_components}

@@ -242,12 +242,8 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
     records no alpha has full strength, as in diffusers. Raises ``AdapterMismatchError`` if the file cannot be read, its
     adapter is not of this shape, or a weight of it is NaN or infinite.
     """
-    saved, settings = _content(folder)
+    saved, settings = read_adapter(folder)
     file = folder / ADAPTER_FILE
-    # A NaN would spread to every weight with the first update.
-    bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]
-    if bad:
-        raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
     scale = settings.get("transformer.lora_alpha", 1) / settings.get("transformer.r", 1)
     peft_config: Any = transformer.peft_config
     own = peft_config[ACTOR_ADAPTER].lora_alpha / peft_config[ACTOR_ADAPTER].r
@@ -260,6 +256,21 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
         load_adapter_state(transformer, state if scale == own else _scaled(state, scale / own))
     except AdapterMismatchError as error:
         raise AdapterMismatchError(f"{file}: {error}") from error
+
+
+def read_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and peft settings of an adapter's file, all finite.
+
+    Raises:
+        AdapterMismatchError: there is no such file, it cannot be read, or a weight of it is NaN or infinite.
+    """
+    saved, settings = _content(folder)
+    # A NaN would spread to every weight with the first update.
+    bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]
+    if bad:
+        file = folder / ADAPTER_FILE
+        raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
+    return saved, settings
 
 
 def same_lora(one: Path, other: Path) -> bool:
