@@ -19,12 +19,8 @@ def add_export_lora(commands: Any) -> None:
         "that --out names is replaced. Exit code: 0 done, 2 refused.",
     )
     command.add_argument("lora", metavar="RUN_OR_FOLDER", type=Path, help="a run folder, or one with a LoRA in it")
-    command.add_argument(
-        "--format",
-        required=True,
-        choices=["diffusers", "comfyui", "kohya", "merged"],
-        help="diffusers, comfyui, kohya: a file with their names; merged: the transformer with the LoRA in its weights",
-    )
+    text = "merged: the transformer with the LoRA in its weights; others: a file with the names of these programs"
+    command.add_argument("--format", required=True, choices=["diffusers", "comfyui", "kohya", "merged"], help=text)
     command.add_argument("--dtype", choices=DTYPES, help="precision of the weights (as they are stored)")
     command.add_argument("--out", type=Path, help="the file; of merged the folder, which must be new")
     command.add_argument(
@@ -48,23 +44,21 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     updates = read_updates(folder)
     dtype = torch_dtype(arguments.dtype) if arguments.dtype else None
-    content = None
-    if form == "diffusers":
-        content = diffusers_file(updates, dtype)
-    else:
+    content = diffusers_file(updates, dtype) if form == "diffusers" else None
+    if content is None:
         path = arguments.model or _model_of(folder)
         pipeline = FakePipeline(path, torch_dtype("float32"))
         layers = linear_layers(pipeline.transformer)
         check_fit(updates, layers, path)
-        if form != "merged":
+        if form == "merged":
+            with temporary_folder(out) as temporary:
+                merge(updates, dtype, pipeline_files(path), temporary)
+                temporary.rename(out)
+        else:
             content = renamed_file(updates, dtype, form, pipeline.class_name, layers)
-    out.parent.mkdir(parents=True, exist_ok=True)
     if content is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, lambda temporary: temporary.write_bytes(content))
-    else:
-        with temporary_folder(out) as temporary:
-            merge(updates, dtype, pipeline_files(path), temporary)
-            temporary.rename(out)
     print(f"Written: {out} ({len(updates)} layers)")
     return 0
 

@@ -3,7 +3,7 @@
 All read ``alpha / rank * up @ down`` as the change of a layer's weight. ``export_names.py`` has their names.
 """
 
-import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.export_names import NAMES, SAME, STACKED, formats_of, their_name
-from flowgrpo_rc.models.lora import ADAPTER_FILE, METADATA_KEY, AdapterMismatchError, read_adapter
+from flowgrpo_rc.models.lora import ADAPTER_FILE, AdapterMismatchError, read_adapter
 from flowgrpo_rc.models.parts import PipelineFiles
 
 Updates = dict[str, tuple[Tensor, Tensor]]
@@ -22,25 +22,21 @@ Updates = dict[str, tuple[Tensor, Tensor]]
 
 
 def read_updates(folder: Path) -> Updates:
-    """The LoRA in a folder that diffusers reads.
-
-    Raises:
-        AdapterMismatchError: there is none, it is damaged, or peft would scale its layers differently.
-    """
+    """The LoRA in a folder; raises ``AdapterMismatchError`` unless it is one of a transformer alone, with one scale."""
     weights, settings = read_adapter(folder)
     scale = settings.get("transformer.lora_alpha", 1) / settings.get("transformer.r", 1)
     odd = [key for key in ("rank_pattern", "alpha_pattern", "use_rslora") if settings.get(f"transformer.{key}")]
     updates = {}
-    for name in [name for name in weights if name.startswith("transformer.") and name.endswith(".lora_A.weight")]:
-        second = name.replace(".lora_A.", ".lora_B.")
+    for first in [name for name in weights if re.fullmatch(r"transformer\..+\.lora_A\.weight", name)]:
+        second = first.replace(".lora_A.", ".lora_B.")
         if second in weights:
-            layer = name.removeprefix("transformer.").removesuffix(".lora_A.weight")
-            updates[layer] = (weights.pop(name), weights.pop(second) * scale)
+            layer = first.removeprefix("transformer.").removesuffix(".lora_A.weight")
+            updates[layer] = (weights.pop(first), weights.pop(second) * scale)
     odd += sorted(weights)
     if odd or not updates:
+        fault = f"has {odd[0]}" if odd else "is empty"
         raise AdapterMismatchError(
-            f"{folder / ADAPTER_FILE} is no LoRA of a transformer alone with one scale (first: {[*odd, 'empty'][0]}); give "
-            "one that a run or diffusers wrote"
+            f"{folder / ADAPTER_FILE} {fault}; give a LoRA of a transformer alone, with one scale, as a run writes it"
         )
     return updates
 
@@ -58,14 +54,12 @@ def check_fit(updates: Updates, layers: Mapping[str, nn.Linear], model: str) -> 
 
 
 def diffusers_file(updates: Updates, dtype: torch.dtype | None) -> bytes:
-    """diffusers' file, at full strength for readers that know no metadata."""
+    """diffusers' file. Without metadata its readers take the ranks from the matrices, and the whole strength."""
     tensors = {}
     for layer, (down, up) in updates.items():
         tensors[f"transformer.{layer}.lora_A.weight"] = _cast(layer, down, dtype)
         tensors[f"transformer.{layer}.lora_B.weight"] = _cast(layer, up, dtype)
-    settings = {"r": len(down), "lora_alpha": len(down), "target_modules": sorted(updates)}
-    own = json.dumps({f"transformer.{key}": value for key, value in settings.items()})
-    return save(tensors, {"format": "pt", METADATA_KEY: own})
+    return save(tensors, {"format": "pt"})
 
 
 def renamed_file(
@@ -74,10 +68,7 @@ def renamed_file(
     """A file for ComfyUI or kohya's tools, named ``form``; ``layers`` are all of the transformer.
 
     A layer of theirs that stacks several of ours gets one LoRA of the summed rank: its ``up`` is block diagonal, with
-    rows of zeros for parts without a LoRA.
-
-    Raises:
-        ValueError: the family, or a layer of it, has no name in this format.
+    rows of zeros for parts without a LoRA. Raises ``ValueError`` where the format has no names for the family.
     """
     names = NAMES[form].get(pipeline_class)
     if names is None:
@@ -110,9 +101,6 @@ def merge(updates: Updates, dtype: torch.dtype | None, files: PipelineFiles, tar
     """Write the transformer of ``files`` with the updates in its weights into the folder ``target``.
 
     The sums are taken in float32. One shard at a time is read and written, each tensor in ``dtype`` or as it is stored.
-
-    Raises:
-        ValueError: the weights are pickled, or ``dtype`` does not hold a number.
     """
     part = next(part for part in files.parts if part.name == "transformer")
     index, variant = files.weights(part)
@@ -120,15 +108,17 @@ def merge(updates: Updates, dtype: torch.dtype | None, files: PipelineFiles, tar
         raise ValueError(f"--format=merged: {index} is pickled; save the pipeline anew with save_pretrained")
     for file in {"transformer/config.json", index, *files.weight_files(part)}:
         source = files.folder / file
-        # ``from_pretrained`` looks for names without a variant; in an index stand those of its shards.
+        # ``from_pretrained`` looks for a name without a variant; the shards are found by the index.
         copy = target / (source.name.replace(f".{variant}", "") if file == index else source.name)
         if source.suffix == ".json":
             shutil.copyfile(source, copy)
             continue
         tensors = load_file(source)
         for name, stored in tensors.items():
-            down, up = updates.get(name.removesuffix(".weight"), (None, None))
-            changed = stored if down is None else stored.float() + up.float() @ down.float()
+            changed = stored
+            if name.removesuffix(".weight") in updates:
+                down, up = updates[name.removesuffix(".weight")]
+                changed = stored.float() + up.float() @ down.float()
             tensors[name] = _cast(name, changed, dtype or stored.dtype)
         copy.write_bytes(save(tensors, {"format": "pt"}))
 

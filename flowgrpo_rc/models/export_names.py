@@ -119,13 +119,8 @@ WAN: Names = {
 }
 
 _BOTH = {
-    "QwenImagePipeline": SAME,
-    "QwenImageEditPipeline": SAME,
-    "QwenImageEditPlusPipeline": SAME,
-    "FluxPipeline": FLUX,
-    "FluxKontextPipeline": FLUX,
-    "Flux2KleinPipeline": FLUX,
-    "Flux2Pipeline": FLUX,
+    **dict.fromkeys(("QwenImagePipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"), SAME),
+    **dict.fromkeys(("FluxPipeline", "FluxKontextPipeline", "Flux2KleinPipeline", "Flux2Pipeline"), FLUX),
     "ChromaPipeline": FLUX,
     "StableDiffusion3Pipeline": STABLE_DIFFUSION_3,
     "Lumina2Pipeline": LUMINA_2,
@@ -145,11 +140,7 @@ def formats_of(pipeline_class: str) -> list[str]:
 
 
 def their_name(names: Names, layer: str) -> str:
-    """Name of the layer that is, or holds, ours.
-
-    Raises:
-        ValueError: no row has it.
-    """
+    """Name of the layer that is ours or stacks it; raises ``ValueError`` where no row has it."""
     for pattern, theirs in names.items():
         found = re.fullmatch(pattern, layer)
         if found:

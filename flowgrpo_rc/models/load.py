@@ -47,11 +47,7 @@ def check_pipeline(path: str) -> str:
 
 
 def pipeline_files(path: str) -> PipelineFiles:
-    """All files of the pipeline at ``path``, checked; those of one on the hub are downloaded.
-
-    Raises:
-        UnsupportedModelError: see ``check_pipeline``.
-    """
+    """The files of the pipeline at ``path``, checked as ``check_pipeline`` does; one on the hub is downloaded."""
     import diffusers
 
     files = _find(path)

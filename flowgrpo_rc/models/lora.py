@@ -39,7 +39,7 @@ def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
     It is called before the model is loaded. ``load_lora`` checks the layers.
     """
     file = Path(folder) / ADAPTER_FILE
-    weights, settings = _content(Path(folder), f"{START_FIELD}: ")
+    weights, settings = read_adapter(Path(folder), f"{START_FIELD}: ")
     # The rank decides the shapes; a wrong one would fail only after the model is loaded.
     ranks = {weight.shape[0] for name, weight in weights.items() if ".lora_A." in name}
     if ranks and ranks != {rank}:
@@ -258,36 +258,22 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
         raise AdapterMismatchError(f"{file}: {error}") from error
 
 
-def read_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and peft settings of an adapter's file, all finite.
-
-    Raises:
-        AdapterMismatchError: there is no such file, it cannot be read, or a weight of it is NaN or infinite.
-    """
-    saved, settings = _content(folder)
-    # A NaN would spread to every weight with the first update.
-    bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]
-    if bad:
-        file = folder / ADAPTER_FILE
-        raise AdapterMismatchError(f"{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
-    return saved, settings
-
-
 def same_lora(one: Path, other: Path) -> bool:
     """Two folders that ``save_lora`` wrote hold the same adapter and nothing else. The comparison is not byte for byte,
     because the order of a file's entries is random."""
     if not all([p.name for p in folder.iterdir()] == [ADAPTER_FILE] for folder in (one, other)):
         return False
     try:
-        (weights, settings), (others, other_settings) = _content(one), _content(other)
+        (weights, settings), (others, other_settings) = read_adapter(one), read_adapter(other)
     except AdapterMismatchError:
         return False
     alike = settings == other_settings and weights.keys() == others.keys()
     return alike and all(torch.equal(value, others[name]) for name, value in weights.items())
 
 
-def _content(folder: Path, field: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and peft settings of an adapter's file; raises ``AdapterMismatchError`` if it cannot be read."""
+def read_adapter(folder: Path, field: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and peft settings of an adapter's file; raises ``AdapterMismatchError`` if it cannot be read, or a weight
+    is NaN or infinite."""
     file = folder / ADAPTER_FILE
     # ``os.path`` also takes names that are too long, for which ``Path`` raises.
     if not os.path.isfile(file):
@@ -298,6 +284,11 @@ def _content(folder: Path, field: str = "") -> tuple[dict[str, Tensor], dict[str
     try:
         with safe_open(file, "pt") as content:
             settings = json.loads((content.metadata() or {}).get(METADATA_KEY, "{}"))
-            return {name: content.get_tensor(name) for name in content.keys()}, settings  # noqa: SIM118 - no mapping
+            saved = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError, ValueError) as error:
         raise AdapterMismatchError(f"{field}{file} cannot be read ({one_line(error)}); is it complete?") from error
+    # A NaN would spread to every weight with the first update.
+    bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]
+    if bad:
+        raise AdapterMismatchError(f"{field}{file} holds values that are NaN, infinite or no floats, first in {bad[0]}")
+    return saved, settings

@@ -3,6 +3,7 @@ checkpoints, outputs for people and the building of the parts are in the modules
 
 import os
 import select
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -23,6 +24,7 @@ from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.rescoring import Rescoring
 from flowgrpo_rc.models.base import Conditioning
+from flowgrpo_rc.models.export_names import formats_of
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
@@ -358,6 +360,10 @@ class FlowGRPOTrainer:
             history = History(self.folder.rows(), self.config.to_dict(), timeline=self.folder.timeline_lines())
             files = [*self.outputs.pictures(history), self.folder.metrics, *adapters]
             self.logger.summary(history, [str(path) for path in files])
+            if adapters:
+                form = formats_of(type(self.run.model.pipe).__name__)[1]
+                run = shlex.quote(str(self.folder.root))
+                self.logger.say(f"For other programs: flowgrpo-rc export-lora {run} --format {form}")
         self.accelerator.wait_for_everyone()
         self.outputs.raise_unwritten(self.step, [self.folder.metrics, *adapters, self.checkpoints.newest_complete()])
 
