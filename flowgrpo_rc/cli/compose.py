@@ -152,6 +152,9 @@ def _explain(error: BaseException, config_name: str, folder: str) -> str:
         missing = (missing if isinstance(missing, str) else config_name).removesuffix(".yaml")
         where = "--config-name" if missing == config_name.removesuffix(".yaml") else config_name
         return f"{where}: no file {missing}.yaml; there are: {', '.join(names)}"
+    # Some of Hydra's errors have no text; the one below them has.
+    while not str(error).strip() and (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
         return f"{mark.name} is not YAML, line {mark.line + 1}: {getattr(error, 'problem', None)}"

@@ -182,6 +182,10 @@ def _report(arguments: argparse.Namespace) -> int:
 def _prepare(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.data import prepare_ocr
 
+    for option in ("input", "output"):
+        # An unset variable of a shell script would fill the working folder.
+        if not getattr(arguments, option):
+            raise ValueError(f"--{option}: is empty; give a folder")
     for file in prepare_ocr(arguments.input, arguments.output):
         print(f"{file.path}: {file.num_prompts} prompts ({file.split})")
     return 0

@@ -1,6 +1,7 @@
 """The command ``flowgrpo-rc plan``: memory and time of a configuration, before anything is loaded."""
 
 import argparse
+import math
 from typing import Any
 
 from flowgrpo_rc.cli.arguments import add_command, add_configuration
@@ -27,7 +28,7 @@ def add_plan(commands: Any) -> None:
     )
     command.add_argument(
         "--reward-seconds",
-        type=float,
+        type=_seconds,
         default=0.0,
         metavar="S",
         help="seconds that the rewards of a batch take after its images are drawn; GPUs that take turns idle then, "
@@ -70,6 +71,12 @@ def _check_processes(config: Any, count: int) -> None:
 
     config.check_processes(count)
     check_division(config.actor_rollout_ref.actor.fsdp_config, count, count)
+
+
+def _seconds(text: str) -> float:
+    if 0 <= float(text) < math.inf:
+        return float(text)
+    raise argparse.ArgumentTypeError(f"got {text}; give seconds, 0 or more")
 
 
 def _divides(config: Any, count: int) -> bool:

@@ -73,7 +73,11 @@ def run_command(arguments: argparse.Namespace) -> int:
             result = run_probe(trainer.probed_run(), images, most)
             if trainer.accelerator.is_main_process:
                 print(report(result))
-                print("\n".join(write_result(arguments.out, result)))
+                try:
+                    print("\n".join(write_result(arguments.out, result)))
+                except OSError as error:
+                    text = f"--out: cannot write the result to {arguments.out}: {error}; give another folder"
+                    raise OSError(text) from error
             # A launcher ends all processes as soon as one exits with a code other than 0.
             trainer.accelerator.wait_for_everyone()
         finally:

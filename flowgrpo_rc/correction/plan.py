@@ -226,10 +226,8 @@ def _is_bounds(spec: ThresholdSpec, mode: str | None) -> tuple[str, float, float
 
 
 def _criteria(rollout_rs: str | None, spec: ThresholdSpec) -> tuple[Criterion, ...]:
-    """The criteria of a comma-separated ``rollout_rs``, in order, without repetitions.
-
-    ``spec`` has one entry for all of them or one for each, comma-separated.
-    """
+    """The criteria of a comma-separated ``rollout_rs``, in order, without repetitions. ``spec`` has one entry for all
+    of them or one for each, comma-separated."""
     entries = [e.strip() for e in spec.split(",") if e.strip()] if isinstance(spec, str) else [spec]
     if rollout_rs is None:
         for entry in entries or [spec]:

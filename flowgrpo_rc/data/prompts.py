@@ -141,6 +141,11 @@ def _parquet_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
             try:
                 table = file.read_row_group(group)
                 table.validate(full=True)
+                # pandas writes times in nanoseconds, which Python's times cannot hold.
+                for i, column in enumerate(table.schema):
+                    if pyarrow.types.is_timestamp(column.type):
+                        coarser = table.column(i).cast(pyarrow.timestamp("us", column.type.tz), safe=False)
+                        table = table.set_column(i, column.name, coarser)
                 found = table.to_pylist()
             except damage as error:
                 raise ValueError(

@@ -36,14 +36,7 @@ USUAL_HEAD = 64
 
 
 def check_attention_backend(
-    field: str,
-    name: str | None,
-    pipeline_class: str,
-    *,
-    folder: str,
-    dtype: torch.dtype,
-    device: Any,
-    trains: bool,
+    field: str, name: str | None, pipeline_class: str, *, folder: str, dtype: torch.dtype, device: Any, trains: bool
 ) -> None:
     """Make sure that the transformers of a pipeline class can compute with the backend ``name``; loads no model.
 

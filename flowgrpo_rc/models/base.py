@@ -339,10 +339,7 @@ class DiffusionModel(ABC):
             # After the conditional half: autocast keeps the weights that it has rounded, with their graph or without.
             with torch.set_grad_enabled(torch.is_grad_enabled() and not detach_unconditional):
                 uncond = self._forward(transformer, latents, timesteps, replace(conditioning, prompts=negative))
-        guided = uncond + conditioning.true_cfg_scale * (cond - uncond)
-        if self.keeps_conditional_norm:
-            guided = guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-        return guided
+        return self._guide(cond, uncond, conditioning.true_cfg_scale)
 
     def as_embedded(
         self, timesteps: Float[Tensor, " B"], conditioning: Conditioning, dtype: torch.dtype
@@ -438,6 +435,13 @@ class DiffusionModel(ABC):
     def _with_references(latents: Tensor, prompts: Prompts) -> Tensor:
         """Packed latents followed by the tokens of the reference images."""
         return latents if prompts.references is None else torch.cat([latents, prompts.references.to(latents)], 1)
+
+    def _guide(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+        """The guided velocity, from the conditional and the unconditional one."""
+        guided = uncond + scale * (cond - uncond)
+        if self.keeps_conditional_norm:
+            guided = guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+        return guided
 
     def _scheduler(self) -> Any:
         """A copy of the pipeline's scheduler; the steps over its noise levels are always Euler's. Raises

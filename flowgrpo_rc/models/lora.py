@@ -268,7 +268,7 @@ def same_lora(one: Path, other: Path) -> bool:
     except AdapterMismatchError:
         return False
     alike = settings == other_settings and weights.keys() == others.keys()
-    return alike and all(torch.equal(value, others[name]) for name, value in weights.items())
+    return alike and all(v.dtype == others[n].dtype and torch.equal(v, others[n]) for n, v in weights.items())
 
 
 def read_adapter(folder: Path, field: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:

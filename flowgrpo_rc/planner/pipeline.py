@@ -38,7 +38,7 @@ class FakePipeline:
         dtype: of all weights.
 
     Raises:
-        PlanError: there is no such pipeline, its class is not supported, or a file is missing or not JSON.
+        PlanError: there is no such pipeline, its class is not supported, or a file cannot be used.
     """
 
     def __init__(self, path: str, dtype: torch.dtype) -> None:
@@ -52,7 +52,7 @@ class FakePipeline:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         """The mode under which the networks were built and must be run."""
         networks = {
-            name: self._network(folder / name / "config.json", entry, dtype)
+            name: self._network(path, folder / name / "config.json", entry, dtype)
             for name, entry in index.items()
             if (name in ("transformer", "vae") or name.startswith("text_encoder")) and entry and entry[0]
         }
@@ -62,16 +62,23 @@ class FakePipeline:
         self.model: Any = self._adapter(index)
         """The family's adapter, which calls the networks: a ``models.base.DiffusionModel`` or a part of one."""
 
-    def _network(self, file: Path, entry: list[str], dtype: torch.dtype) -> nn.Module:
+    def _network(self, path: str, file: Path, entry: list[str], dtype: torch.dtype) -> nn.Module:
         library, class_name = entry
         content = _read_json(file)
-        kind = getattr(import_module(library), class_name)
-        with self.fake, only_errors("transformers.modeling_utils", "diffusers.configuration_utils"):
-            if library == "diffusers":
-                network = kind.from_config(content)
-            else:
-                network = kind(kind.config_class.from_dict(content))
-            replace_tensors(network, lambda tensor: torch.empty_like(tensor, dtype=dtype))
+        try:
+            kind = getattr(import_module(library), class_name)
+            with self.fake, only_errors("transformers.modeling_utils", "diffusers.configuration_utils"):
+                if library == "diffusers":
+                    network = kind.from_config(content)
+                else:
+                    network = kind(kind.config_class.from_dict(content))
+                replace_tensors(network, lambda tensor: torch.empty_like(tensor, dtype=dtype))
+        # Libraries raise errors of many classes for a file that is not theirs.
+        except Exception as error:
+            raise PlanError(
+                f"{FIELD}: {path}: {file.parent.name}/config.json gives no {class_name} ({type(error).__name__}: "
+                f"{one_line(error, 200)}); is it another's?"
+            ) from error
         # Frozen as in training, where the LoRA alone has gradients.
         return network.requires_grad_(False).eval()
 
@@ -163,6 +170,8 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PlanError(f"{FIELD}: {file} cannot be read ({one_line(error, 200)})") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"{FIELD}: {file} holds a JSON {type(content).__name__}; it must be an object")
     # A shipped pipeline may name another one for a part, with the keys that differ.
     same = content.pop("_same_as", None)
     return content if same is None else _read_json(SHIPPED / str(same) / file.name) | content

@@ -69,7 +69,6 @@ WEIGHT_ADVICE = {
     "is_norm_factor": "Look for the cause of the shift; normalisation only rescales the gradient.",
 }
 DROPPED = recent_mean("rollout_corr/rollout_is_oob_ratio", "rollout_corr/rollout_is_masked_fraction")
-NORM_FACTOR = recent_mean("rollout_corr/rollout_is_batch_norm_factor")
 LOG_PERPLEXITY = recent_mean("rollout_corr/log_ppl_abs_diff")
 WEIGHT_CHECKS = checks(
     (

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from statistics import median
 
-from flowgrpo_rc.gap.safety import CLIP, CLIP_AT_TIMESTEP, ENGINE_GAP, LIMITS, widen_limit
+from flowgrpo_rc.gap.safety import CLIP, CLIP_AT_TIMESTEP, ENGINE_GAP, LIMITS, may_calibrate_clip, widen_limit
 from flowgrpo_rc.report.check import Measure, Measurement, against_clip, checks, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import WINDOW, History
@@ -94,6 +94,14 @@ def _widen_limit(history: History) -> str:
     return widen_limit(history.mode_for_remedies, fallen_back=history.fallen_back)
 
 
+def calibrate_or_widen(history: History) -> str:
+    """The remedy that gives the configured limit more room."""
+    way = _widen_limit(history)
+    if may_calibrate_clip(history.mode_for_remedies, fallen_back=history.fallen_back):
+        way = "Set diffusion_loss.clip_ratio to auto or four times the mean gap"
+    return f"{way}, raise rollout.dtype, or set bypass_mode=false."
+
+
 def figure_limits(figure: str) -> HealthyRange:
     """The limits of a figure of ``gap.safety``: healthy up to ``costs``, a problem above ``not_safe``."""
     return HealthyRange(high=LIMITS[figure].costs, problem_high=LIMITS[figure].not_safe)
@@ -118,7 +126,7 @@ GAP_LIMITS = {
 }
 GAP_ADVICE = {
     "clip_first": figure_remedy(CLIP),
-    "gap_vs_clip": figure_remedy(CLIP),
+    "gap_vs_clip": calibrate_or_widen,
     "gap_timestep": figure_remedy(CLIP_AT_TIMESTEP),
     "staleness": "Lower rollout.ahead, adapter_lag or actor.optim.lr, or set rollout_correction.bypass_mode=false.",
     "engine_gap": figure_remedy(ENGINE_GAP),

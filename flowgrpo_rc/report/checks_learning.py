@@ -217,6 +217,15 @@ def _if_rewards_are_slow(history: History) -> str | None:
     )
 
 
+def advice_on_alarms(history: History) -> str:
+    """The alarm's own remedy; with a plain clip band in bypass mode and a guard that only warns, the usual ones."""
+    mode = history.mode_for_remedies
+    plain = mode.diffusion_loss.clip_ratio != "auto" and not mode.diffusion_loss.has_sides
+    clips = mode.limits_the_gap and mode.objective.clips_plain_ratio and not history.fallen_back
+    usual = clips and plain and mode.rollout_correction.guard != "fallback"
+    return f"Do what the alarm said{': widen clip_ratio or set it to auto, or set guard=fallback' if usual else ''}."
+
+
 LEARNING_LIMITS = {
     "reward_fall": HealthyRange(high=0.05, problem_high=0.1),
     "held_out_fall": HealthyRange(high=0.15, problem_high=0.35),
@@ -239,7 +248,7 @@ GUARD_CHECK = Check(
     measure=guard_alarms,
     sde=HealthyRange(high=0.0),
     limits="healthy: quiet, watch: alarms, or fallen back",
-    advice="Do what the alarm said.",
+    advice=advice_on_alarms,
 )
 LEARNING_CHECKS = (
     GUARD_CHECK,

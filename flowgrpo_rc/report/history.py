@@ -135,10 +135,8 @@ class History:
         return Series(metric, steps, tuple(column.values()), self._now_from(steps))
 
     def _now_from(self, steps: tuple[int, ...]) -> int | None:
-        """Index of the first recent point of a metric that was logged at ``steps``; None if there is none.
-
-        A metric that is logged at intervals gets a window of twice its own spacing.
-        """
+        """Index of the first recent point of a metric that was logged at ``steps``; None if there is none. A metric
+        that is logged at intervals gets a window of twice its own spacing."""
         places = [self._place[step] for step in steps if step in self._place]
         # The median ignores a single long pause, as after a resume.
         spacing = median(b - a for a, b in itertools.pairwise(places)) if len(places) > 1 else 1

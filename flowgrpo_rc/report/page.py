@@ -6,13 +6,14 @@
 import base64
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.report import health
 from flowgrpo_rc.report.finding import OK, PROBLEM, WATCH, Finding, number, worst
 from flowgrpo_rc.report.health import check_health
@@ -70,7 +71,8 @@ def read_run(root: str | Path) -> Run:
     """Read a run folder.
 
     Raises:
-        NotARunError: no such folder, no ``metrics.jsonl`` in it, or no complete line in that.
+        NotARunError: no such folder, no ``metrics.jsonl`` in it, no complete line in that, or an unreadable
+            ``config.yaml`` or ``probe.json``.
     """
     import yaml
 
@@ -82,8 +84,10 @@ def read_run(root: str | Path) -> Run:
     rows, broken = read_rows(folder.metrics)
     if not rows:
         raise NotARunError(f"{folder.metrics}: no complete line in it; wait until a step is done")
-    config_text = folder.config.read_text(encoding="utf-8") if folder.config.is_file() else ""
-    probe = folder.root / "probe.json"
+    config, config_text = _read(folder.config, yaml.safe_load)
+    probe, _ = _read(folder.root / "probe.json", json.loads)
+    if probe is not None and not {"steps", "overall", "advice"} <= probe.keys():
+        raise NotARunError(f"{folder.root / 'probe.json'}: is not what flowgrpo-rc probe writes; remove or rename it")
     timeline = read_rows(folder.timeline)[0] if folder.timeline.is_file() else []
     # The first grid shows the untrained model, the last one the present.
     grids = list(folder.grids().values())
@@ -91,13 +95,27 @@ def read_run(root: str | Path) -> Run:
         root=folder.root,
         rows=rows,
         broken_lines=broken,
-        config=yaml.safe_load(config_text),
+        config=config,
         config_text=config_text,
         samples=[grids[0], grids[-1]] if len(grids) > 1 else grids,
-        probe=json.loads(probe.read_text(encoding="utf-8")) if probe.is_file() else None,
+        probe=probe,
         # The page shows the last steps alone, and a long run has more lines than memory should hold.
         timeline=tuple(timeline[-STEPS:]),
     )
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> tuple[dict[str, Any] | None, str]:
+    """Content of a file with one mapping, and its text; None if there is no such file."""
+    if not path.is_file():
+        return None, ""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        content = parse(text)
+    except Exception as error:  # YAML's errors are of many classes
+        raise NotARunError(f"{path}: cannot be read ({one_line(error, 200)}); repair or remove it") from error
+    if not isinstance(content, dict):
+        raise NotARunError(f"{path}: expected a mapping, found {type(content).__name__}; repair or remove it")
+    return content, text
 
 
 def write_report(run: Run, path: str | Path | None = None) -> tuple[Path, list[Finding]]:

@@ -172,10 +172,8 @@ def band(values: Values, lower_key: str, upper_key: str) -> str:
 
 
 def _of_legacy(values: Values) -> tuple[dict[str, Any], list[str]]:
-    """The canonical keys that legacy verl's keys set, and keys without effect.
-
-    A lone ``rollout_rs_threshold`` is the upper bound; null is ``rollout_is_threshold``.
-    """
+    """The canonical keys that legacy verl's keys set, and keys without effect. A lone ``rollout_rs_threshold`` is the
+    upper bound; null is ``rollout_is_threshold``."""
     changes = _legacy_mode(values)
     written = values.get("rollout_rs")
     lower = _bound(values, "rollout_rs_threshold_lower")

@@ -342,10 +342,8 @@ def _norm(
 
 
 def _tangent(number: int, loss: _Loss, batch: TensorDict, scored: Mapping[str, Tensor]) -> _Loss:
-    """Return the loss's tangent at the rescored steps, by which each step can be differentiated by itself.
-
-    The loss's derivatives become columns of the batch, so that every step finds its own there.
-    """
+    """Return the loss's tangent at the rescored steps, by which each step can be differentiated by itself. The loss's
+    derivatives become columns of the batch, so that every step finds its own there."""
     output = {name: values.clone() for name, values in scored.items()}
     reached = [output[name].requires_grad_() for name in ("log_probs", "transition_means")]
     log_prob_slopes, mean_slopes = f"log_prob_slopes_{number}", f"mean_slopes_{number}"

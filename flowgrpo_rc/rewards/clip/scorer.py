@@ -94,10 +94,8 @@ class Scorer:
         return network.requires_grad_(False).eval()
 
     def _load_pixels(self) -> Pixels:
-        """The preprocessing of the image processor, always by Pillow.
-
-        transformers would resize with torchvision where that is installed, which changes scores in the third digit.
-        """
+        """The preprocessing of the image processor, always by Pillow. transformers would resize with torchvision where
+        that is installed, which changes scores in the third digit."""
         # ``transformers.AutoImageProcessor`` itself is a placeholder that refuses, unless torchvision is installed.
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -122,10 +120,8 @@ class Scorer:
 
     @torch.inference_mode()
     def _encode_images(self, images: Sequence[np.ndarray]) -> Tensor:
-        """(N, D) float32 embeddings of length 1 of N images, each (H, W, 3) uint8 RGB.
-
-        A network without ``get_image_features``, such as DINOv2, gives its pooled output.
-        """
+        """(N, D) float32 embeddings of length 1 of N images, each (H, W, 3) uint8 RGB. A network without
+        ``get_image_features``, such as DINOv2, gives its pooled output."""
         encode = getattr(self.network, "get_image_features", self.network)
         embeddings = []
         # In micro-batches: the pixels of a whole batch may not fit beside the actor.

@@ -147,10 +147,7 @@ class Aesthetic(Scorer):
     config: AestheticConfig
 
     def __call__(
-        self,
-        images: np.ndarray,
-        prompts: Sequence[str] = (),
-        metadata: Sequence[dict[str, Any]] | None = None,
+        self, images: np.ndarray, prompts: Sequence[str] = (), metadata: Sequence[dict[str, Any]] | None = None
     ) -> np.ndarray:
         """Score images, (N, H, W, 3) uint8 RGB; prompts and metadata are not used.
 

@@ -73,10 +73,8 @@ def _unified_reward_2(answer: Answer, scale: float, target: str) -> float:
 
 
 def _yes_no(answer: Answer, scale: float, target: str) -> float:
-    """``P(Yes) / (P(Yes) + P(No))`` for the first token, each summed over capitals and white space around it.
-
-    A token that is not among the likeliest counts as impossible. Smooth, so that the images of a group seldom tie.
-    """
+    """``P(Yes) / (P(Yes) + P(No))`` for the first token, each summed over capitals and white space around it. A token
+    that is not among the likeliest counts as impossible. Smooth, so that the images of a group seldom tie."""
     found = {"yes": [0.0], "no": [0.0]}
     for token, logprob in answer.first_tokens or ():
         # Tokenizers mark a space before a word as ▁ or Ġ.
