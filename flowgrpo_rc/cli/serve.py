@@ -92,12 +92,7 @@ def _reward(arguments: argparse.Namespace) -> RewardMix:
         reward = build_reward(RewardConfig(custom_reward_function=custom, timeout_s=arguments.timeout))
     except ValueError as error:
         # The error names fields of a run's configuration, and the command's options have their names.
-        text = (
-            str(error)
-            .replace("reward.custom_reward_function.", "--")
-            .replace("reward.timeout_s", "--timeout")
-            
-        )
+        text = str(error).replace("reward.custom_reward_function.", "--").replace("reward.timeout_s", "--timeout")
         raise ValueError(text) from error
     # Only functions of verl-omni's form take tensors.
     if isinstance(reward.functions[arguments.name], PerImageReward) and find_spec("torch") is None:

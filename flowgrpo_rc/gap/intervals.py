@@ -93,10 +93,8 @@ def agresti_coull(value: float, effective: float, confidence: float = CONFIDENCE
 def images_to_settle(
     value: float, effective: float, images: int, limit: float, *, most: int, confidence: float = CONFIDENCE
 ) -> int | None:
-    """Number of images that would put the interval on one side of ``limit``; None if ``most`` are too few.
-
-    Assumes that share and design effect stay as measured on ``images``, which counted as ``effective`` samples.
-    """
+    """Number of images that would put the interval on one side of ``limit``; None if ``most`` are too few. Assumes that
+    share and design effect stay as measured on ``images``, which counted as ``effective`` samples."""
 
     def settles(count: int) -> bool:
         low, high = agresti_coull(value, effective * count / images, confidence)

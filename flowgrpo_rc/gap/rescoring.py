@@ -80,9 +80,7 @@ class Rescoring:
 
     def rows(self, batch: TensorDict, step: int) -> Int[Tensor, " b"]:
         """This process's rows of the step's images, which are spread evenly over the batch and move on by one per step.
-
-        The choice does not depend on the number of processes.
-        """
+        The choice does not depend on the number of processes."""
         # An image has one number over all processes, which follows from its prompt group and its place in that.
         total = self.prompts * self.rollout.n
         # Spread over the batch, since neighbours share a prompt.

@@ -91,10 +91,8 @@ def to_nats(stds: Float[Tensor, "..."], dimensions: int, sde_type: str) -> Float
 
 
 def estimated_kl(nats: Float[Tensor, "..."]) -> float:
-    """``K`` of ``l ~ N(-K, 2K)`` from the mean of ``l^2``: ``sqrt(1 + E[l^2]) - 1``, in nats.
-
-    Samples of unequal divergences give a value between their mean and their root mean square.
-    """
+    """``K`` of ``l ~ N(-K, 2K)`` from the mean of ``l^2``: ``sqrt(1 + E[l^2]) - 1``, in nats. Samples of unequal
+    divergences give a value between their mean and their root mean square."""
     return float(torch.sqrt(1 + nats.double().square().mean()) - 1)
 
 

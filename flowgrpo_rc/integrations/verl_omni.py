@@ -162,10 +162,8 @@ def compute_rollout_corr_metrics_from_logprobs(
     rollout_log_prob: Float[Tensor, "..."],
     timesteps: Shaped[Tensor, "..."] | None = None,
 ) -> dict[str, float]:
-    """Diagnostics of the current policy against the rollout policy, prefixed ``rollout_corr/``.
-
-    ``timesteps`` of another shape than the log-probs are left out, as in verl-omni.
-    """
+    """Diagnostics of the current policy against the rollout policy, prefixed ``rollout_corr/``. ``timesteps`` of
+    another shape than the log-probs are left out, as in verl-omni."""
     # verl-omni passes all steps of a rollout, also where only a window was trained.
     aligned = timesteps is not None and timesteps.shape == log_prob.shape
     return compute_offpolicy_metrics(log_prob, rollout_log_prob, timesteps=timesteps if aligned else None)

@@ -98,10 +98,8 @@ def renamed_file(
 
 
 def merge(updates: Updates, dtype: torch.dtype | None, files: PipelineFiles, target: Path) -> None:
-    """Write the transformer of ``files`` with the updates in its weights into the folder ``target``.
-
-    The sums are taken in float32. One shard at a time is read and written, each tensor in ``dtype`` or as it is stored.
-    """
+    """Write the transformer of ``files`` with the updates in its weights into the folder ``target``. The sums are taken
+    in float32. One shard at a time is read and written, each tensor in ``dtype`` or as it is stored."""
     part = next(part for part in files.parts if part.name == "transformer")
     index, variant = files.weights(part)
     if ".bin" in index:

@@ -36,10 +36,8 @@ def read_pipeline_class(path: str) -> str:
 
 
 def check_pipeline(path: str) -> str:
-    """``read_pipeline_class``, after a check of the folder's files, or ``UnsupportedModelError``.
-
-    It reads JSON files and file headers only, and of a pipeline on the hub nothing but the index.
-    """
+    """``read_pipeline_class``, after a check of the folder's files, or ``UnsupportedModelError``. It reads JSON files
+    and file headers only, and of a pipeline on the hub nothing but the index."""
     files = _find(path)
     if os.path.isdir(resolve_asset(path)):
         files.check()

@@ -141,10 +141,8 @@ def shipped_names() -> list[str]:
 
 
 def replace_tensors(network: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace a network's parameters and floating-point buffers, each once.
-
-    ``Module.to`` swaps tensors in place, which fake ones refuse, as they are held by weak references.
-    """
+    """Replace a network's parameters and floating-point buffers, each once. ``Module.to`` swaps tensors in place, which
+    fake ones refuse, as they are held by weak references."""
     made = {p: nn.Parameter(change(p), requires_grad=p.requires_grad) for p in network.parameters()}
     for module in network.modules():
         for name, parameter in module._parameters.items():

@@ -37,10 +37,8 @@ class PlannedRun:
         return self.samples_in_trainer and same
 
     def has_engine_process(self, gpus: int) -> bool:
-        """Return true if an engine's process shares one of the trainer's ``gpus`` GPUs.
-
-        Engines on a Ray cluster, and those whose devices come after the trainer's own, are elsewhere.
-        """
+        """Return true if an engine's process shares one of the trainer's ``gpus`` GPUs. Engines on a Ray cluster, and
+        those whose devices come after the trainer's own, are elsewhere."""
         if self.samples_in_trainer or self.rollout.placement == "ray":
             return False
         if self.rollout.devices is None:

@@ -137,10 +137,8 @@ def recent_max(*names: str) -> Measure:
 
 
 def against_clip(history: History, series: Series, what: str) -> Measurement | None:
-    """The mean of ``series`` in half widths of a clip band that is centred at the engine, else None.
-
-    ``what`` names the series; ``{metric}`` in it is replaced by its metric.
-    """
+    """The mean of ``series`` in half widths of a clip band that is centred at the engine, else None. ``what`` names the
+    series; ``{metric}`` in it is replaced by its metric."""
     width = history.clip_width
     # Elsewhere the clip is centred at the actor, and the gap does not use it up.
     if not width or not history.clips_at_the_engine:

@@ -59,10 +59,8 @@ def reward_fall(history: History) -> Measurement:
 
 
 def held_out_fall(history: History) -> Measurement:
-    """Fall of the held-out reward from its best earlier few to the last few.
-
-    The best of many is high by chance alone, hence the logarithm in the threshold.
-    """
+    """Fall of the held-out reward from its best earlier few to the last few. The best of many is high by chance alone,
+    hence the logarithm in the threshold."""
     series = history.whole("val/reward/mean", least=4)
     few = 2 if len(series) < 6 else 3
     last = series.part(-few, len(series))

@@ -165,10 +165,8 @@ class TimestepPanel(Panel):
     """The recent means of every gap that is logged by timestep, from noise to image."""
 
     def recent(self, history: History) -> dict[str, dict[float, Series]]:
-        """Recent values by metric and timestep, without signed means, which a logarithmic scale cannot show.
-
-        Metrics in nats are left out too; they repeat the others in another unit.
-        """
+        """Recent values by metric and timestep, without signed means, which a logarithmic scale cannot show. Metrics in
+        nats are left out too; they repeat the others in another unit."""
         return {
             metric: steps
             for metric, steps in history.by_timestep().items()
@@ -200,10 +198,8 @@ class TimestepPanel(Panel):
 
 
 def draw_panel(panel: Panel, history: History, figure: Any, title: str | None = None) -> None:
-    """Draw a panel on a matplotlib figure or subfigure of its own, with its legend above the axes.
-
-    Call it with ``SETTINGS`` in force. A ``title`` heads the legend; without one, a single line has no legend.
-    """
+    """Draw a panel on a matplotlib figure or subfigure of its own, with its legend above the axes. Call it with
+    ``SETTINGS`` in force. A ``title`` heads the legend; without one, a single line has no legend."""
     from matplotlib.ticker import MaxNLocator
 
     axes = figure.subplots()

@@ -72,10 +72,8 @@ def read_answer(name: str, answer: Any, prompts: Sequence[str]) -> Scores:
 
 
 def joined(parts: Sequence[Scores]) -> Scores:
-    """Scores and info of several parts of a batch, in their order.
-
-    An image whose part reports nothing under a key that another part has is None there.
-    """
+    """Scores and info of several parts of a batch, in their order. An image whose part reports nothing under a key that
+    another part has is None there."""
     keys = dict.fromkeys(key for _, info in parts for key in info)
     info = {key: [entry for s, i in parts for entry in i.get(key, [None] * len(s))] for key in keys}
     return np.concatenate([scores for scores, _ in parts]), info

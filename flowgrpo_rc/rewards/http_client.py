@@ -1,7 +1,7 @@
 """HTTP client of rewards behind a server: its settings, and many requests at once with their answers in order.
 
-The requests of a batch run on an event loop, which cancels them at once, whatever the server does, when Ctrl-C or a
-deadline interrupts the batch. httpx is imported with the first request.
+The requests run on an event loop in a background thread. Cancelling them there ends a batch at once, whatever the
+server does, when Ctrl-C or a deadline interrupts the caller. httpx is imported with the first request.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import logging
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.messages import one_line, printable
 from flowgrpo_rc.rewards.answer import AnswerError, shortened
-from flowgrpo_rc.rewards.user_code import outside_loops
 from flowgrpo_rc.section import PositiveFloat, PositiveInt, Section, complaints
 
 if TYPE_CHECKING:
@@ -78,17 +79,19 @@ def own_fields_first(cls: type[T]) -> type[T]:
 
 def check_url(field_name: str, url: str) -> None:
     """Raise ``ValueError`` unless ``url`` is the address of a server and holds nothing that must stay secret."""
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        known = False
+        parts = None
     # Messages and logs show the address, so it may hold no secret; this one does not repeat it either.
-    if re.search("[@?#]", url):
+    if parts is not None and (parts.username is not None or parts.query or parts.fragment):
         raise ValueError(
             f"{field_name}: the address holds a user name, a query or a fragment; give scheme, host, port and path "
             "alone, and a key through api_key_env"
         )
-    try:
-        known = re.fullmatch(r"https?://[!-~]+", url) and urlsplit(url).hostname and urlsplit(url).port != 0
-    except ValueError:
-        known = False
-    if not known:
+    if not known or not re.fullmatch(r"[!-~]+", url):
         raise ValueError(f"{field_name}: got {url[:300]!r}; give an address as http://127.0.0.1:8000/v1")
 
 
@@ -101,10 +104,8 @@ def is_loopback(host: str) -> bool:
 
 
 def read_key(field_name: str, variable: str | None) -> str | None:
-    """The key from the environment variable, without white space around it; None where ``variable`` is None.
-
-    The message of its ``ValueError`` shows neither name, which might be a key in the wrong place, nor value.
-    """
+    """The key from the environment variable, without white space around it; None where ``variable`` is None. The
+    message of its ``ValueError`` shows neither name, which might be a key in the wrong place, nor value."""
     # The command line's option has not been checked as the configuration has.
     _check_key_name(field_name, variable)
     if variable is None:
@@ -171,7 +172,21 @@ def send_all(
         # They would log every request, with the server's headers.
         logging.getLogger(name).setLevel(logging.WARNING)
     batch = _Batch(requests, options, section, read, tries or options.tries, key, ends_at)
-    return outside_loops(asyncio.run, batch.run())
+    outcome = asyncio.run_coroutine_threadsafe(batch.run(), _loop(os.getpid()))
+    try:
+        return outcome.result()
+    finally:
+        # Ctrl-C interrupts the wait alone; the requests go on until they are cancelled.
+        outcome.cancel()
+
+
+@cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop of all batches of a process. A fork has no copy of its thread, and so needs its own."""
+    loop = asyncio.new_event_loop()
+    # A daemon: a connection that does not close cannot keep the process from ending.
+    threading.Thread(target=loop.run_forever, name="reward requests", daemon=True).start()
+    return loop
 
 
 class _Failed(Exception):
@@ -185,7 +200,7 @@ class _Failed(Exception):
 
 @dataclass
 class _Batch:
-    """The requests of one call of ``send_all``."""
+    """The requests of one call of ``send_all``; its methods run on the event loop."""
 
     requests: Sequence[Request]
     options: HTTPOptions

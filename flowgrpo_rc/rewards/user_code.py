@@ -219,21 +219,18 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def outside_loops(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, which runs an event loop: in a thread of its own where this one has a loop that runs."""
-    if asyncio._get_running_loop() is None:
-        return function(*args)
-    # As in a notebook; a thread can run only one loop.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(function, *args).result()
-
-
 def gather(values: Sequence[Any]) -> list[Any]:
     """The values in order, with awaitables awaited concurrently; the first that raises cancels the others."""
     awaitables = [value for value in values if inspect.isawaitable(value)]
     if not awaitables:
         return list(values)
-    left = iter(outside_loops(_run, awaitables))
+    if asyncio._get_running_loop() is None:
+        results = _run(awaitables)
+    else:
+        # A notebook's own loop runs in this thread, and a thread can run only one.
+        with ThreadPoolExecutor(1) as thread:
+            results = thread.submit(_run, awaitables).result()
+    left = iter(results)
     return [next(left) if inspect.isawaitable(value) else value for value in values]
 
 

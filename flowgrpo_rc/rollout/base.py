@@ -121,10 +121,8 @@ class RolloutEngine(Protocol):
         ...
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
-        """Take over the actor's adapter weights; every tensor must bind, and ``state`` is not changed.
-
-        Returns the digest of the adapter as the engine holds it then.
-        """
+        """Take over the actor's adapter weights; every tensor must bind, and ``state`` is not changed. Returns the
+        digest of the adapter as the engine holds it then."""
         ...
 
     def digest_of(self, state: Mapping[str, Tensor]) -> str:

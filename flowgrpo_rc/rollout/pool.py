@@ -227,10 +227,8 @@ class RolloutPool:
         return self._digest_of(state)
 
     def push(self, state: Mapping[str, Tensor], version: int) -> HeldAdapter:
-        """Set the adapter of all requests from now on, without waiting for the engines.
-
-        Returns the adapter that they must hold. Each engine's digest is read back and checked.
-        """
+        """Set the adapter of all requests from now on, without waiting for the engines. Returns the adapter that they
+        must hold. Each engine's digest is read back and checked."""
         # From the actor's tensors, before anything is sent, so that a change on the way is found.
         held = HeldAdapter(version, self.digest_of(state))
         # Copies: the actor changes its tensors while they are sent, and pickling a view would send all of its storage.

@@ -189,9 +189,7 @@ class WindowRecord:
         self._kept[name][self._rows, self._columns[step]] = values.float()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The record on the device: ``states (b, W + 1, *L)``, and the rest as ``(b, W, ...)``.
-
-        Values that were never written are NaN, which ``proof`` refuses.
-        """
+        """The record on the device: ``states (b, W + 1, *L)``, and the rest as ``(b, W, ...)``. Values that were never
+        written are NaN, which ``proof`` refuses."""
         window = self._window_size
         return {name: kept[:, : window + (name == "states")] for name, kept in self._kept.items()}

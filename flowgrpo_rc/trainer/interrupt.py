@@ -39,9 +39,7 @@ def stop_request(on_request: Callable[[], None]) -> Iterator[threading.Event]:
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
     """Inside, the first of the signals raises ``KeyboardInterrupt``, a later one ends the process with exit code 130.
-
-    For the time before and after the loop, in which there is nothing to save.
-    """
+    For the time before and after the loop, in which there is nothing to save."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt

@@ -36,6 +36,9 @@ class NonFiniteLogProbError(ValueError):
         if m is not None:
             bad &= m != 0
         positions = bad.nonzero()
+        if len(positions) == 0:
+            super().__init__("Log-probs are too large: the sum of their differences overflows.")
+            return
         # The first position leads to the image or token at fault.
         row, column = positions[0].tolist()
         super().__init__(

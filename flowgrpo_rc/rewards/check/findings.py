@@ -66,10 +66,8 @@ ROUNDING = 1e-4
 
 
 def expectation(name: str, config: RewardConfig) -> Expectation | None:
-    """The right behaviour of the reward ``name`` in a run of this configuration.
-
-    None where it is not known, as of every function of the user's own, whatever its name.
-    """
+    """The right behaviour of the reward ``name`` in a run of this configuration. None where it is not known, as of
+    every function of the user's own, whatever its name."""
     if name in config.own_functions():
         return None
     known = EXPECTATIONS.get(name)

@@ -144,10 +144,8 @@ def unit(features: Any) -> Tensor:
 
 
 def find_device(section: str, name: str) -> torch.device:
-    """The device of the configuration's ``device``; ``ValueError`` where there is no such GPU.
-
-    Each process of a launch has the GPU of its local rank, modulo the number of GPUs, as accelerate assigns them.
-    """
+    """The device of the configuration's ``device``; ``ValueError`` where there is no such GPU. Each process of a launch
+    has the GPU of its local rank, modulo the number of GPUs, as accelerate assigns them."""
     # No call that would open a CUDA context on another process's GPU.
     count = torch.cuda.device_count()
     if name == "auto":
@@ -169,9 +167,7 @@ def located(path: str) -> str:
 @contextmanager
 def explained(field: str, path: str, remedy: str, *, on_hub: bool = True) -> Iterator[None]:
     """Raise every error inside as a ``ValueError`` of one line with the field and the remedy; transformers is silent.
-
-    The remedy is the last sentence; ``path`` may be a name on the hub where ``on_hub`` is true.
-    """
+    The remedy is the last sentence; ``path`` may be a name on the hub where ``on_hub`` is true."""
     try:
         with quiet_loading("transformers"):
             yield

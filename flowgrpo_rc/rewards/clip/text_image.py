@@ -181,10 +181,8 @@ class Aesthetic(Scorer):
 
 
 def affine(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Weight (D,) and bias () in float64 of the linear layers ``layers.N.{weight,bias}`` as one map.
-
-    Only dropout is between them. Raises ``ValueError`` for tensors of other names or shapes.
-    """
+    """Weight (D,) and bias () in float64 of the linear layers ``layers.N.{weight,bias}`` as one map. Only dropout is
+    between them. Raises ``ValueError`` for tensors of other names or shapes."""
     numbers = sorted({int(match[1]) for name in state if (match := re.fullmatch(r"layers\.(\d+)\.weight", name))})
     expected = {f"layers.{number}.{part}" for number in numbers for part in ("weight", "bias")}
     if not numbers or expected != state.keys():

@@ -88,9 +88,7 @@ class JudgeQuestion(Section):
 
     def fill(self, prompt: str, row: Mapping[str, Any], where: str) -> tuple[str, str]:
         """The question about the image of one prompt, and the text that the image should show (empty if not needed).
-
-        Raises ``ValueError``, which begins with ``where``, for a prompt or row that lacks what the question needs.
-        """
+        Raises ``ValueError``, which begins with ``where``, for a prompt or row that lacks what the question needs."""
         target = target_text(prompt, row) if self.wants_target else ""
         if target is None:
             raise ValueError(

@@ -6,6 +6,7 @@ one runs, and numpy's functions are replaced by those of ``_Unpickler``.
 """
 
 import io
+import math
 import pickle
 import pickletools
 import re
@@ -48,7 +49,7 @@ def loads(data: bytes) -> Any:
             if count >= MOST_INSTRUCTIONS:
                 raise PickleError(f"the pickle has more than {MOST_INSTRUCTIONS} instructions")
         # Depth and size can only be counted now, since a list may be put into itself after it was built.
-        return _Plain().of(_Unpickler(io.BytesIO(data)).load())
+        return _Plain().of(_Unpickler(data).load())
     except PickleError:
         raise
     # Instructions may come in any order, so each of them can fail in its own way.
@@ -68,57 +69,31 @@ class _TextKeys(dict[str, Any]):
         super().__setitem__(key, value)
 
 
-class _Dtype:
-    """Stands for ``numpy.dtype``, of numbers, booleans or texts: a state would change numpy's own for all arrays."""
-
-    def __init__(self, code: Any, *_flags: Any) -> None:
-        if type(code) is not str or not re.fullmatch(r"b1|[iuf][1248]|U[0-9]{1,6}", code):
-            # The text of nested tuples could be as large as their hash is slow.
-            name = code[:20] if type(code) is str else type(code).__name__
-            raise PickleError(f"the pickle has a numpy array of type {name!r}; only numbers and texts are read")
-        self.numpy = np.dtype(code)
-
-    def __setstate__(self, state: Any) -> None:
-        self.numpy = self.numpy.newbyteorder(state[1])
-
-
-class _Array:
-    """Stands for a numpy array, whose data follow as its state."""
-
-    def __init__(self, *_: Any) -> None:
-        self.values: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        _version, shape, dtype, fortran, raw = state
-        self.values = _view(raw, dtype, shape, "F" if fortran else "C")
-
-
-def _view(raw: bytes, dtype: _Dtype, shape: Any, order: Any) -> np.ndarray:
-    """An array of these bytes without a copy: a pickle may refer to the same ones any number of times."""
-    return np.frombuffer(raw, dtype.numpy).reshape(shape, order=order) if raw else np.empty(0)
-
-
 class _Unpickler(pickle._Unpickler):
     """Python's own unpickler in Python, since the one in C offers no hook for dicts and states."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    # numpy 1 has the functions in ``numpy.core``, numpy 2 in ``numpy._core``.
-    replaced: ClassVar[dict[str, Any]] = {
-        "numpy.dtype": _Dtype,
-        "numpy.ndarray": None,  # only ever an argument of ``_reconstruct``
-        "multiarray._reconstruct": _Array,
-        "multiarray.scalar": lambda dtype, raw: _view(raw, dtype, (), "C"),
-        "numeric._frombuffer": _view,
-    }
     stack: list[Any]
     append: Callable[[Any], None]
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._bytes_left = len(data)
+        # numpy 1 has the functions in ``numpy.core``, numpy 2 in ``numpy._core``.
+        self._replaced: dict[str, Any] = {
+            "numpy.dtype": _Dtype,
+            "numpy.ndarray": None,  # only ever an argument of ``_reconstruct``
+            "multiarray._reconstruct": lambda *_: _Array(self._values),
+            "multiarray.scalar": lambda dtype, raw: self._values((), dtype, False, raw),
+            "numeric._frombuffer": lambda raw, dtype, shape, order: self._values(shape, dtype, order == "F", raw),
+        }
 
     def load_empty_dict(self) -> None:
         # SETITEM and SETITEMS assign to this one item by item.
         self.append(_TextKeys())
 
     def load_build(self) -> None:
-        # Only the two classes above have the method; Python's own would set attributes of anything.
+        # Only the two classes below have the method; Python's own would set attributes of anything.
         state = self.stack.pop()
         self.stack[-1].__setstate__(state)
 
@@ -129,9 +104,57 @@ class _Unpickler(pickle._Unpickler):
         # A fixed table and no import, so that a module's other functions stay out of reach.
         parts = module.split(".")
         key = f"{parts[-1]}.{name}"
-        if parts[0] != "numpy" or len(parts) > 3 or key not in self.replaced:
+        if parts[0] != "numpy" or len(parts) > 3 or key not in self._replaced:
             raise PickleError(f"the pickle names {f'{module}.{name}'[:100]}, which is not loaded; only plain data is")
-        return self.replaced[key]
+        return self._replaced[key]
+
+    def _values(self, shape: Any, dtype: Any, fortran: Any, raw: Any) -> Any:
+        """The data of an array as nested lists of Python's numbers or texts; one of them for a scalar."""
+        if type(dtype) is not _Dtype or type(raw) not in (bytes, bytearray) or type(shape) is not tuple:
+            raise PickleError("the pickle has a numpy array in an unknown form")
+        # Rare, and another order of the same bytes.
+        if fortran:
+            raise PickleError("the pickle has a numpy array in Fortran's order; send it in C's")
+        # Before the product, which Python computes in full for integers of any size.
+        sized = len(shape) <= DEEPEST and all(type(length) is int and 0 <= length <= MOST_VALUES for length in shape)
+        if not sized or math.prod(shape) > MOST_VALUES or math.prod(shape) * dtype.numpy.itemsize != len(raw):
+            raise PickleError(f"the pickle has a numpy array whose shape does not fit its {len(raw)} bytes")
+        # A pickle may refer to the same bytes any number of times.
+        self._bytes_left -= len(raw)
+        if self._bytes_left < 0:
+            raise PickleError("the pickle's numpy arrays hold more bytes than the pickle itself")
+        return np.frombuffer(raw, dtype.numpy).reshape(shape).tolist() if raw else []
+
+
+class _Dtype:
+    """Stands for ``numpy.dtype``, of numbers, booleans or texts."""
+
+    def __init__(self, code: Any, *_flags: Any) -> None:
+        if type(code) is not str or not re.fullmatch(r"b1|[iuf][1248]|U[0-9]{1,6}", code):
+            # The text of nested tuples could be as large as their hash is slow.
+            name = code[:20] if type(code) is str else type(code).__name__
+            raise PickleError(f"the pickle has a numpy array of type {name!r}; only numbers and texts are read")
+        self.numpy = np.dtype(code)
+
+    def __setstate__(self, state: Any) -> None:
+        # Version and byte order, then the subtype, names and fields of records.
+        order, *fields = state[1:5]
+        if order not in ("<", ">", "|", "=") or any(field is not None for field in fields):
+            raise PickleError("the pickle has a numpy dtype in an unknown form")
+        self.numpy = self.numpy.newbyteorder(order)
+
+
+class _Array:
+    """Stands for a numpy array, whose data follow as its state."""
+
+    values: Any = None
+
+    def __init__(self, read: Callable[..., Any]) -> None:
+        self._read = read
+
+    def __setstate__(self, state: Any) -> None:
+        _version, *content = state
+        self.values = self._read(*content)
 
 
 class _Plain:
@@ -141,12 +164,10 @@ class _Plain:
 
     def of(self, value: Any, depth: int = 0) -> Any:
         """``value`` as plain data, which is ``depth`` levels below the top."""
-        if isinstance(value, _Array):
-            value = value.values
-        self.count += getattr(value, "size", 1)
+        self.count += 1
         if self.count > MOST_VALUES:
             raise PickleError(f"the pickle holds more than {MOST_VALUES} values")
-        if depth + getattr(value, "ndim", 0) > DEEPEST:
+        if depth > DEEPEST:
             raise PickleError(f"the pickle holds more than {DEEPEST} levels of lists and dicts")
         match value:
             case None | bool() | int() | float() | str() | bytes():
@@ -155,6 +176,6 @@ class _Plain:
                 return [self.of(item, depth + 1) for item in value]
             case dict():
                 return {key: self.of(item, depth + 1) for key, item in value.items()}
-            case np.ndarray():
-                return value.tolist()
+            case _Array():
+                return self.of(value.values, depth)
         raise PickleError(f"the pickle holds a {type(value).__name__.strip('_').lower()} where data is expected")

@@ -90,7 +90,7 @@ class RewardServer:
         listener = threading.Thread(target=self._http.run, args=([self._socket],), name="reward server", daemon=True)
         listener.start()
         try:
-            while (job := self._jobs.get()) is not None:
+            while not self.stopping and (job := self._jobs.get()) is not None:
                 self._score(*job)
         finally:
             self.stopping = True
@@ -102,6 +102,8 @@ class RewardServer:
 
     def stop(self) -> None:
         """Have ``serve`` return, from another thread."""
+        self.stopping = True
+        # Wakes ``serve`` where it waits for a job.
         self._jobs.put(None)
 
     def health(self) -> dict[str, Any]:

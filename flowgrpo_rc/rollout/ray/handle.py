@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -226,8 +225,13 @@ class _Cluster:
         quiet = {"configure_logging": False, "log_to_driver": False}
         try:
             if address is None:
-                with patch.dict(os.environ, gpus_beside(device)):
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+                os.environ.update(gpus_beside(device))
+                try:
                     self.ray.init("local", include_dashboard=False, **quiet)
+                finally:
+                    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+                    os.environ.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
             else:
                 self.ray.init(address, **quiet)
         except Exception as error:

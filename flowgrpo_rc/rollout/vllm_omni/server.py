@@ -146,9 +146,7 @@ class Server:
 
     async def _bind(self, state: Mapping[str, Tensor]) -> tuple[int, str]:
         """Add, bind and read back an adapter; only then drop the one before. A refused adapter leaves that in place.
-
-        Returns its id in vllm-omni and the digest of the layers.
-        """
+        Returns its id in vllm-omni and the digest of the layers."""
         from flowgrpo_rc.rollout.vllm_omni.lora import lora_request
 
         # A new id even for the same version, because vllm-omni would keep the old tensors.
