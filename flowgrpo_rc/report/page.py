@@ -6,6 +6,7 @@
 import base64
 import io
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,7 +73,7 @@ def read_run(root: str | Path) -> Run:
 
     Raises:
         NotARunError: no such folder, no ``metrics.jsonl`` in it, no complete line in that, or an unreadable
-            ``config.yaml`` or ``probe.json``.
+            ``config.yaml``.
     """
     import yaml
 
@@ -85,9 +86,15 @@ def read_run(root: str | Path) -> Run:
     if not rows:
         raise NotARunError(f"{folder.metrics}: no complete line in it; wait until a step is done")
     config, config_text = _read(folder.config, yaml.safe_load)
-    probe, _ = _read(folder.root / "probe.json", json.loads)
-    if probe is not None and not {"steps", "overall", "advice"} <= probe.keys():
-        raise NotARunError(f"{folder.root / 'probe.json'}: is not what flowgrpo-rc probe writes; remove or rename it")
+    file = folder.root / "probe.json"
+    try:
+        probe, _ = _read(file, json.loads)
+        if probe is not None and not {"steps", "overall", "advice"} <= probe.keys():
+            raise NotARunError(f"{file}: is not what flowgrpo-rc probe writes; remove or rename it")
+    except NotARunError as error:
+        # Another tool's file of that name must not cost the page.
+        probe = None
+        warnings.warn(f"probe.json was left out: {error}", stacklevel=2)
     timeline = read_rows(folder.timeline)[0] if folder.timeline.is_file() else []
     # The first grid shows the untrained model, the last one the present.
     grids = list(folder.grids().values())
@@ -108,8 +115,8 @@ def _read(path: Path, parse: Callable[[str], Any]) -> tuple[dict[str, Any] | Non
     """Content of a file with one mapping, and its text; None if there is no such file."""
     if not path.is_file():
         return None, ""
-    text = path.read_text(encoding="utf-8", errors="replace")
     try:
+        text = path.read_text(encoding="utf-8")
         content = parse(text)
     except Exception as error:  # YAML's errors are of many classes
         raise NotARunError(f"{path}: cannot be read ({one_line(error, 200)}); repair or remove it") from error

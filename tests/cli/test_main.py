@@ -73,6 +73,8 @@ def test_prepare_data_and_explain_config(tmp_path, capsys):
     (tmp_path / "test.txt").write_text('a sign that says "go"\n')
     assert main(["prepare-data", "ocr", "--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "train.parquet").is_file()
+    assert main(["prepare-data", "ocr", "--input", str(tmp_path), "--output", ""]) == 2
+    assert "--output: is empty; give a folder" in capsys.readouterr().err
     assert main(["explain-config", "bypass_mode=true", "rollout_is=sequence"]) == 0
     assert "bypass" in capsys.readouterr().out.lower()
     assert main(["explain-config", "bypas_mode=true"]) == 2
@@ -110,6 +112,7 @@ FORESEEN = [
     (OSError(errno.ENOSPC, "No space left on device", "run"), 2, "error: [Errno 28] No space left on device: 'run'"),
     (trainer.CheckpointError("step_3 is damaged"), 2, "error: step_3 is damaged"),
     (NonFiniteLogProbError(torch.tensor([[torch.nan]]), torch.zeros(1, 1), None), 2, "error: "),
+    (NonFiniteLogProbError(torch.zeros(1, 1), torch.zeros(1, 1), None), 2, "error: Log-probs are too large"),
     (MemoryError(), 1, f"error: out of memory (MemoryError){LESS_MEMORY}"),
     (RuntimeError(OUT_OF_MEMORY), 1, "error: out of memory ([enforce fail"),
     (torch.OutOfMemoryError("CUDA\nTried"), 1, f"error: out of memory (CUDA Tried){LESS_MEMORY}"),

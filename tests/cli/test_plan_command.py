@@ -67,8 +67,9 @@ def test_gpus_that_could_be_split_are_compared_with_taking_turns(plan):
     assert "(rewards of 0.5 s counted)" in said
     code, said, errors = plan("--gpus", "1x24")
     assert (code, errors, said.count("Verdict"), said.count("Turns or split")) == (0, [], 1, 0)
-    with pytest.raises(SystemExit, match="2"):
-        plan("--gpus", "2x24", "--reward-seconds", "soon")
+    for wrong in ("-1", "inf", "soon"):
+        with pytest.raises(SystemExit, match="2"):
+            plan("--gpus", "2x24", "--reward-seconds", wrong)
 
 
 @pytest.mark.slow

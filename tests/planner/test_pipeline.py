@@ -95,6 +95,13 @@ def test_another_pipelines_files_come_from_the_hub(tmp_path, monkeypatch):
 def test_files_that_cannot_be_used_are_named(tmp_path):
     folder = write(tmp_path / "p", "qwen")
     config = tmp_path / "p" / "transformer" / "config.json"
+    whole = config.read_text()
+    config.write_text(whole.replace('"num_attention_heads": 4', '"num_attention_heads": "many"'))
+    with pytest.raises(PlanError, match="transformer/config.json gives no QwenImageTransformer2DModel"):
+        FakePipeline(folder, torch.float32)
+    config.write_text("[1]")
+    with pytest.raises(PlanError, match="config.json holds a JSON list; it must be an object"):
+        FakePipeline(folder, torch.float32)
     config.unlink()
     with pytest.raises(PlanError, match="config.json cannot be read"):
         FakePipeline(folder, torch.float32)

@@ -103,6 +103,9 @@ TOKEN_K1 = {f"{RC}__rollout_rs": "token_k1", f"{RC}__rollout_rs_threshold": "0.5
         ("gap_timestep", {TS: 5e-3}, {f"{LOSS}__clip_ratio_high": 1e-3}, "Widen diffusion_loss.clip_ratio_low and"),
         ("gap_mean", {"rollout_corr__logprob_abs_diff_mean": 1.0}, {f"{RC}__bypass_mode": False}, "Raise the engine's"),
         ("gap_mean", {"rollout_corr__logprob_abs_diff_mean": 1.0}, {f"{RC}__loss_type": "reinforce"}, "Raise the eng"),
+        ("guard", {"guard__alarms": 1.0}, {f"{RC}__loss_type": "reinforce"}, "Do what the alarm said."),
+        ("guard", {"guard__alarms": 1.0}, {f"{LOSS}__clip_ratio": "auto"}, "Do what the alarm said."),
+        ("guard", {"guard__alarms": 1.0}, {f"{RC}__guard": "fallback"}, "Do what the alarm said."),
     ],
 )
 def test_advice_suits_what_is_set(check, changed, setting, advice):

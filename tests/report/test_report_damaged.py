@@ -65,6 +65,10 @@ def test_damaged_lines_among_whole_ones_are_counted(run, capsys):
         ("metrics.jsonl", b"", "metrics.jsonl: no complete line in it"),
         ("metrics.jsonl", b"\x00" * 500, "metrics.jsonl: no complete line in it"),
         ("metrics.jsonl", b"[1]\n3\nnull\n", "metrics.jsonl: no complete line in it"),
+        ("config.yaml", b"[1, 2]", "config.yaml: expected a mapping, found list; repair or remove it"),
+        ("config.yaml", b"", "config.yaml: expected a mapping, found NoneType; repair or remove it"),
+        ("config.yaml", b"\xff\xfe", "config.yaml: cannot be read ('utf-8' codec"),
+        ("config.yaml", b"a: {b: c", "config.yaml: cannot be read (while parsing"),
     ],
 )
 def test_what_is_no_run_is_refused_by_name(run, capsys, file, content, message):
@@ -81,6 +85,17 @@ def test_what_is_no_run_is_refused_by_name(run, capsys, file, content, message):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
+
+
+@pytest.mark.usefixtures("unfigured")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[]", "expected a mapping"), ("{}", "is not what flowgrpo-rc probe"), ('{"a": [', "Expect")],
+)
+def test_a_probe_that_is_none_is_left_out(run, content, message):
+    (run / "probe.json").write_text(content)
+    with pytest.warns(UserWarning, match=f"probe.json was left out: .*{message}"):
+        assert main(["report", str(run)]) == 0
 
 
 @pytest.mark.usefixtures("unfigured")
