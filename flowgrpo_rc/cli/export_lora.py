@@ -6,7 +6,6 @@ from typing import Any
 
 from flowgrpo_rc.cli.arguments import add_command
 from flowgrpo_rc.dtypes import DTYPES, torch_dtype
-from flowgrpo_rc.run_folder import RunFolder, temporary_folder, write_whole
 
 
 def add_export_lora(commands: Any) -> None:
@@ -32,6 +31,8 @@ def add_export_lora(commands: Any) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Write the file or folder and print its name; returns the exit code."""
+    from flowgrpo_rc.run_folder import temporary_folder, write_whole
+
     form = arguments.format
     folder = _lora_folder(arguments.lora.resolve(), arguments.average)
     out = arguments.out or Path(f"{folder}_{form}{'' if form == 'merged' else '.safetensors'}")
@@ -65,6 +66,8 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _lora_folder(path: Path, average: bool) -> Path:
     """The folder of the LoRA: of a run its final one, or its average."""
+    from flowgrpo_rc.run_folder import RunFolder
+
     run = RunFolder(path)
     if not average and not run.config.exists():
         return path
@@ -78,6 +81,8 @@ def _lora_folder(path: Path, average: bool) -> Path:
 def _model_of(folder: Path) -> str:
     """Path of the model in the configuration of the run that the LoRA's folder belongs to."""
     from omegaconf import OmegaConf
+
+    from flowgrpo_rc.run_folder import RunFolder
 
     for parent in list(folder.parents)[:2]:
         config = RunFolder(parent).config
