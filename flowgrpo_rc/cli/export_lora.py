@@ -38,7 +38,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path(f"{folder}_{form}{'' if form == 'merged' else '.safetensors'}")
     if out.exists() and (arguments.out is None or form == "merged" or out.is_dir()):
         raise ValueError(f"{out} is there already; move it away, or name another with --out")
-    from flowgrpo_rc.models.export import check_fit, diffusers_file, merge, read_updates, renamed_file
+    from flowgrpo_rc.evaluation.export import check_fit, diffusers_file, merge, read_updates, renamed_file
     from flowgrpo_rc.models.load import pipeline_files
     from flowgrpo_rc.models.lora import linear_layers
     from flowgrpo_rc.planner.pipeline import FakePipeline

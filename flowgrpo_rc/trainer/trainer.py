@@ -22,9 +22,9 @@ from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.evaluation.export_names import formats_of
 from flowgrpo_rc.gap.rescoring import Rescoring
 from flowgrpo_rc.models.base import Conditioning
-from flowgrpo_rc.models.export_names import formats_of
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories

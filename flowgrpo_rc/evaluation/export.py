@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from flowgrpo_rc.dtypes import dtype_name
-from flowgrpo_rc.models.export_names import NAMES, SAME, STACKED, formats_of, their_name
+from flowgrpo_rc.evaluation.export_names import NAMES, SAME, STACKED, formats_of, their_name
 from flowgrpo_rc.models.lora import ADAPTER_FILE, AdapterMismatchError, read_adapter
 from flowgrpo_rc.models.parts import PipelineFiles
 

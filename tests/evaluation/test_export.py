@@ -14,8 +14,8 @@ from tiny_families import TINY
 from torch.testing import assert_close
 
 from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.evaluation.export_names import formats_of
 from flowgrpo_rc.models import Conditioning, ModelConfig
-from flowgrpo_rc.models.export_names import formats_of
 from flowgrpo_rc.models.lora import adapter_parameters, attach_lora, linear_layers, save_lora
 from flowgrpo_rc.models.prompts import pad
 from flowgrpo_rc.models.registry import FAMILIES

@@ -1,7 +1,7 @@
 """Names that other programs' models give to the layers of diffusers' transformers.
 
-A row has a pattern of our names and the name of theirs. Where several of our layers get one name, their model stacks
-them in the order of ``STACKED``. The rows follow ComfyUI's models and the key maps of its ``comfy/utils.py``, and
+A row has a pattern of our names and the name of theirs. Several of our layers with one name are stacked in their
+model, in the order of ``STACKED``. The rows follow ComfyUI's models and the key maps of its ``comfy/utils.py``, and
 kohya's models in sd-scripts and musubi-tuner.
 """
 

@@ -1,0 +1,1 @@
+"""A trained LoRA in the hands of other programs."""
