@@ -110,8 +110,8 @@ def check_prompts(
     """Check that every prompt, given with its place, gives the model's text encoders a token with text.
 
     It needs the tokenizers alone; ``section`` of ``actor_rollout_ref.rollout`` holds the length, for messages. Returns
-    one line on the prompts that are cut, or ``None``. Raises ``ValueError`` with the place of a prompt of which no
-    tokenizer keeps a known token.
+    one line on the prompts that are cut, or ``None``. Raises ``ValueError`` with the place of a prompt whose known
+    tokens no tokenizer keeps.
     """
     here = f"actor_rollout_ref.rollout.{section}.max_sequence_length"
     tokenizers = model.tokenizers(max_sequence_length)

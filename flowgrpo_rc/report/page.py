@@ -14,6 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.report import health
 from flowgrpo_rc.report.finding import OK, PROBLEM, WATCH, Finding, number, worst
@@ -75,8 +77,6 @@ def read_run(root: str | Path) -> Run:
         NotARunError: no such folder, no ``metrics.jsonl`` in it, no complete line in that, or an unreadable
             ``config.yaml``.
     """
-    import yaml
-
     folder = RunFolder(Path(root))
     if not folder.root.is_dir():
         raise NotARunError(f"{root}: no such folder; give a run folder, e.g. outputs/PROJECT/EXPERIMENT")
@@ -118,7 +118,7 @@ def _read(path: Path, parse: Callable[[str], Any]) -> tuple[dict[str, Any] | Non
     try:
         text = path.read_text(encoding="utf-8")
         content = parse(text)
-    except Exception as error:  # YAML's errors are of many classes
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise NotARunError(f"{path}: cannot be read ({one_line(error, 200)}); repair or remove it") from error
     if not isinstance(content, dict):
         raise NotARunError(f"{path}: expected a mapping, found {type(content).__name__}; repair or remove it")

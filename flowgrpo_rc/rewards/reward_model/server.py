@@ -46,7 +46,8 @@ class RewardModelServer:
             # All processes of an attempt of a launcher derive the same one; other launches have others.
             launch, attempt = (int(os.environ.get(k, "0")) for k in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
             port = 10_000 + (launch * 7919 + attempt) % 20_000
-            port += port == launch  # the launcher's own
+            if port == launch:
+                port += 1
         # Without a launcher the only process is the first.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             port = self._start(port)
