@@ -25,9 +25,10 @@ from flowgrpo_rc.models.sharding import check_sharding, processes_on_node, shard
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
 from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
-from flowgrpo_rc.rollout import build_engine
+from flowgrpo_rc.rollout import RolloutRequest, Trajectories, build_engine
 from flowgrpo_rc.rollout.build import check_engine, check_placement
 from flowgrpo_rc.rollout.config import PipelineConfig, Share
+from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
 from flowgrpo_rc.trainer.checkpoint import fingerprint
@@ -40,12 +41,15 @@ from flowgrpo_rc.trainer.memory import check_memory
 class Run:
     """The parts of a run. Data, rewards, processes and the model's index are checked before the model is loaded.
 
-    ``project_dir`` is the folder of the trackers. Raises ``ValueError`` with the field if the configuration does not
-    fit the data, the processes or the model; ``FileNotFoundError``, ``ImportError`` if a file or an extra is missing.
+    ``project_dir`` is the folder of the trackers. Without ``trains`` it draws and scores validation prompts alone: no
+    training prompts are read, and what an update needs is not checked. Raises ``ValueError`` with the field if the
+    configuration does not fit the data, the processes or the model; ``FileNotFoundError``, ``ImportError`` if a file or
+    an extra is missing.
     """
 
-    def __init__(self, config: FlowGRPOConfig, project_dir: str) -> None:
+    def __init__(self, config: FlowGRPOConfig, project_dir: str, *, trains: bool = True) -> None:
         self.config = config
+        self._trains = trains
         lora = config.actor_rollout_ref.model
         _check_trackers(config.trainer.logger)
         # An engine that is not installed is refused before anything is loaded.
@@ -54,9 +58,10 @@ class Run:
         if lora.lora_adapter_path:
             check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
         data = config.data
-        self.train_prompts, self.val_prompts = read_prompts(config)
+        self.train_prompts, self.val_prompts = read_prompts(config, trains=trains)
         self.prompt_sets = prompt_sets(config, self.train_prompts, self.val_prompts)
-        self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)
+        if trains:
+            self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)
         for one in self.prompt_sets:
             check_numbers(pipeline_class, one.records)
         self.reward = build_reward(config.reward)
@@ -85,7 +90,7 @@ class Run:
         self.observers = build_observers(config.reward, self.reward.server)
         scored = [(self.reward, one) for one in self.prompt_sets]
         if self.observers is not None:
-            scored += [(self.observers, one) for one in self.prompt_sets[1:]]
+            scored += [(self.observers, one) for one in self.prompt_sets if one.records is self.val_prompts]
         for mix, one in scored:
             mix.check_prompts(
                 [record.prompt for record in one.records],
@@ -97,12 +102,13 @@ class Run:
         trackers = [name for name in trainer.logger if LOGGERS[name] is not None] or None
         self.accelerator = make_accelerator(config, log_with=trackers, project_dir=project_dir)
         require_agreement(settings_of(config, self.train_prompts, self.val_prompts))
-        config.check_processes(self.accelerator.num_processes)
+        if self._trains:
+            config.check_processes(self.accelerator.num_processes)
         self._share = Share(self.accelerator.local_process_index, processes_on_node(self.accelerator.num_processes))
         check_placement(config.actor_rollout_ref.rollout, self._share)
         self.seconds_at_peak: float | None = None
         """Time of a step on a GPU of this kind at its peak; ``None`` if unknown."""
-        if self.accelerator.device.type == "cuda" and self.accelerator.is_main_process:
+        if self._trains and self.accelerator.device.type == "cuda" and self.accelerator.is_main_process:
             device = torch.cuda.get_device_properties(self.accelerator.device)
             # On the main process only: the plan is the same for all, and so would be the warnings.
             plan = check_memory(config, self.accelerator.num_processes, device.total_memory)
@@ -120,7 +126,9 @@ class Run:
             for field in ("rollout_data_dir", "validation_data_dir")
             for folder in [getattr(trainer, field)]
         )
-        self.total_steps = trainer.total_training_steps or trainer.total_epochs * self.sampler.batches_per_epoch
+        self.total_steps = trainer.total_training_steps or 1
+        if self._trains and trainer.total_training_steps is None:
+            self.total_steps = trainer.total_epochs * self.sampler.batches_per_epoch
         self._load_model()
         self.fingerprint = fingerprint(config, self.model, self.reward, references_digest(self.train_prompts))
         require_agreement({"model or reward": self.fingerprint})
@@ -139,6 +147,14 @@ class Run:
         steered = self.encoder(negative, pipeline.max_sequence_length) if negative else None
         guidance = (pipeline.true_cfg_scale, pipeline.guidance_scale)
         return Conditioning(positive, steered, *guidance, pipeline.height, pipeline.width)
+
+    def generate(self, request: RolloutRequest) -> Trajectories:
+        """Sample, and check that the engine used the adapter pushed last, and the requested schedule, guidance and
+        noise."""
+        trajectories = self.engine.generate(request)
+        held = self.adapter.held
+        check_rollout(request, trajectories, self.model, held, self.config.actor_rollout_ref.rollout.dtype)
+        return trajectories
 
     def _load_model(self) -> None:
         """Load the model, and build encoder, engine and actor. Prompts are encoded before the transformer is read, so
@@ -189,11 +205,12 @@ def make_accelerator(config: FlowGRPOConfig, **more: Any) -> Any:
     )
 
 
-def read_prompts(config: FlowGRPOConfig) -> tuple[list[PromptRecord], list[PromptRecord]]:
-    """The prompts of training and of validation; there may be no validation prompts.
+def read_prompts(config: FlowGRPOConfig, *, trains: bool = True) -> tuple[list[PromptRecord], list[PromptRecord]]:
+    """The prompts of training and of validation. There may be no validation prompts; without ``trains`` there are no
+    training prompts.
 
     Raises:
-        ValueError: a file is missing or damaged, or there are no training prompts.
+        ValueError: a file is missing or damaged, or there are no prompts.
     """
     data = config.data
 
@@ -201,20 +218,22 @@ def read_prompts(config: FlowGRPOConfig) -> tuple[list[PromptRecord], list[Promp
         paths = [resolve_asset(path) for path in file_list("data", files)]
         return load_prompts(paths, prompt_key=data.prompt_key, max_samples=limit) if paths else []
 
-    train, validation = read(data.train_files, data.train_max_samples), read(data.val_files, data.val_max_samples)
-    if not train:
-        raise ValueError("data.train_files: is empty; give a .txt, .jsonl or .parquet file of prompts")
+    train = read(data.train_files, data.train_max_samples) if trains else []
+    validation = read(data.val_files, data.val_max_samples)
+    if not (train if trains else validation):
+        files = "train_files" if trains else "val_files"
+        raise ValueError(f"data.{files}: is empty; give a .txt, .jsonl or .parquet file of prompts")
     return train, validation
 
 
 def prompt_sets(config: FlowGRPOConfig, train: list[PromptRecord], validation: list[PromptRecord]) -> list[PromptSet]:
-    """The prompts of training, and of validation if there are any, with their pipeline settings."""
+    """The prompts of training and of validation, each if there are any, with their pipeline settings."""
     rollout = config.actor_rollout_ref.rollout
     sets = [
         PromptSet(train, rollout.pipeline, "pipeline"),
         PromptSet(validation, rollout.validation_pipeline, "val_kwargs.pipeline"),
     ]
-    return sets if validation else sets[:1]
+    return [one for one in sets if one.records]
 
 
 def _check_attention(config: FlowGRPOConfig, name: str, device: torch.device) -> None:

@@ -29,7 +29,7 @@ from flowgrpo_rc.report.history import History
 from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.base import MeasuresMemory
-from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
+from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.run_folder import RunFolder, RunFolderError
 from flowgrpo_rc.trainer import launch
 from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore, random_states, resume_run, save_run
@@ -151,7 +151,7 @@ class FlowGRPOTrainer:
     def _rollout(self, request: BatchRequest) -> tuple[TensorDict, np.ndarray]:
         """The recorded steps and the images of the batch; its scoring receives images as they are finished."""
         trajectories, held = self.rollouts.draw()
-        self._check(request.request, trajectories, held)
+        check_rollout(request.request, trajectories, self.run.model, held, self.config.actor_rollout_ref.rollout.dtype)
         # Validation draws without a batch; a rollout records its steps.
         assert trajectories.batch is not None
         trajectories.batch[Key.GROUP] = request.group
@@ -159,12 +159,7 @@ class FlowGRPOTrainer:
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample, and check that the engine used the requested adapter, schedule, guidance and noise."""
-        trajectories = self.run.engine.generate(request)
-        self._check(request, trajectories, self.adapter.held)
-        return trajectories
-
-    def _check(self, request: RolloutRequest, trajectories: Trajectories, held: HeldAdapter) -> None:
-        check_rollout(request, trajectories, self.run.model, held, self.config.actor_rollout_ref.rollout.dtype)
+        return self.run.generate(request)
 
     def _score(self, batch: TensorDict, cond: Conditioning) -> OldPolicy | None:
         """The old policy: the rollout's in bypass mode, else the actor's, of the last rows of the batch. The rows
@@ -314,13 +309,13 @@ class FlowGRPOTrainer:
 
     def _validate(self) -> dict[str, float]:
         with self.timer("validate"), self.adapter.for_validation():
-            metrics, kept, samples = validate(self.run, self.generate)
+            found = validate(self.run, self.generate)
         if self.run.validation_dump is not None:
             with self.timer("dump"):
-                self.outputs.images(self.run.validation_dump, self.step, kept)
-        if self._main and samples:
-            self.outputs.grid(self.step, samples)
-        return metrics
+                self.outputs.images(self.run.validation_dump, self.step, found.own)
+        if self._main and found.shown:
+            self.outputs.grid(self.step, found.shown)
+        return found.metrics
 
     def save(self, *, last: bool = False) -> None:
         """Write ``checkpoints/step_N``, on the main process, or raise ``CheckpointError``. With ``last``, where no step

@@ -1,6 +1,7 @@
 """Validation: held-out prompts, fixed noise, deterministic sampling with the rollout engine; sample grids."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,29 @@ Generate = Callable[[RolloutRequest], Trajectories]
 """Samples, and checks that the engine did as requested."""
 
 
-def validate(run: Run, generate: Generate) -> tuple[dict[str, float], list[ScoredImage], list[ScoredImage]]:
+@dataclass(frozen=True)
+class Validation:
+    """The scores of a validation, and its images."""
+
+    rewards: list[dict[str, float]]
+    """Of every image of all processes, in order: ``mean``, the mix, and the parts by name, the same for all images."""
+    own: list[ScoredImage]
+    """The images of this process."""
+    shown: list[ScoredImage]
+    """The first images of all processes, for the grids."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over all images, as ``val/reward/...``."""
+        return {f"val/reward/{name}": float(np.mean([one[name] for one in self.rewards])) for name in self.rewards[0]}
+
+
+def validate(run: Run, generate: Generate) -> Validation:
     """Score ``val_kwargs.n`` images of every validation prompt, split over the processes.
 
     The number of image ``k`` of prompt ``i`` is ``k * prompts + i``. It always starts from the same noise, so that two
-    validations differ by the adapter only. Returns the mean rewards over all processes as ``val/reward/...``, this
-    process's images, and the first images of all processes, for the grids. Raises ``RewardError`` if a function failed,
-    or did not report the same parts of its score for all images.
+    validations differ by the adapter only. Raises ``RewardError`` if a function failed, or did not report the same
+    parts of its score for all images.
     """
     accelerator = run.accelerator
     count = len(run.val_prompts) * run.config.actor_rollout_ref.rollout.val_kwargs.n
@@ -50,10 +67,9 @@ def validate(run: Run, generate: Generate) -> tuple[dict[str, float], list[Score
     everyones = gather_object([(one.number, {"mean": one.reward} | one.rewards) for one in scored])
     rewards = [found for _, found in sorted(everyones, key=itemgetter(0))]
     # A mean over some of the images only would be another metric under the same name.
-    names = names_of_all(rewards)
-    metrics = {f"val/reward/{name}": float(np.mean([one[name] for one in rewards])) for name in names}
+    names_of_all(rewards)
     shown = gather_object([one for one in scored if one.number < run.config.trainer.log_val_generations])
-    return metrics, scored, sorted(shown, key=lambda one: one.number)
+    return Validation(rewards, scored, sorted(shown, key=lambda one: one.number))
 
 
 def _sample(run: Run, generate: Generate, numbers: list[int]) -> np.ndarray:

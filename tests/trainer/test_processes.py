@@ -54,7 +54,7 @@ def _count_calls(rank, folder, port):
         finally:
             found["calls"][stage] = list(calls)
 
-    found["metrics"], *_ = count("validation", lambda: validate(trainer.run, trainer.generate))
+    found["metrics"] = count("validation", lambda: validate(trainer.run, trainer.generate)).metrics
     for step in ("first step", "second step"):
         count(step, trainer.train_step)
 
