@@ -24,9 +24,14 @@ if TYPE_CHECKING:
     from flowgrpo_rc.loss.advantages import group_advantages as group_advantages
     from flowgrpo_rc.loss.diffusion import diffusion_loss as diffusion_loss
     from flowgrpo_rc.loss.tokens import token_loss as token_loss
+    from flowgrpo_rc.models.config import ModelConfig as ModelConfig
     from flowgrpo_rc.models.load import load_model as load_model
+    from flowgrpo_rc.prompt import Prompt as Prompt
+    from flowgrpo_rc.reference_files import reference_image as reference_image
     from flowgrpo_rc.report.health import check_health as check_health
+    from flowgrpo_rc.rollout.config import RolloutConfig as RolloutConfig
     from flowgrpo_rc.trainer.config import FlowGRPOConfig as FlowGRPOConfig
+    from flowgrpo_rc.trainer.policy import ImagePolicy as ImagePolicy
     from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer as FlowGRPOTrainer
 
 __version__ = "0.1.0"

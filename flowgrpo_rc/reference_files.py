@@ -32,6 +32,22 @@ _TIFF_BITS_PER_SAMPLE = 258
 _TOO_LARGE = f"is larger than {LARGEST_PIXELS:,} pixels; scale it down"
 
 
+def reference_image(source: str | os.PathLike[str] | bytes | Any) -> ReferenceImage:
+    """The reference image of a file's path, of a file's bytes, or of a ``PIL.Image.Image``, which is kept as a PNG.
+
+    Raises:
+        ValueError: it is missing, damaged, cut off, animated, too large or no image.
+    """
+    if isinstance(source, bytes):
+        return replace(_looked_at(source, "of these bytes", "reference_image"), content=source)
+    if isinstance(source, str | os.PathLike):
+        path = os.path.abspath(os.path.expanduser(source))
+        return replace(_looked_at(_content(path, str(source), "reference_image"), path, "reference_image"), path=path)
+    file = io.BytesIO()
+    source.convert("RGB").save(file, format="PNG")
+    return reference_image(file.getvalue())
+
+
 class ReferenceReader:
     """Reads references; each file once, however many rows name it."""
 

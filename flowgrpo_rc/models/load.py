@@ -129,8 +129,7 @@ class PipelineLoader:
                     tokens = len(getattr(self._pipe, name))
                     rows = getattr(self._pipe, part.name).get_input_embeddings().num_embeddings
                     if tokens > rows:
-                        fault = f"{name} has {tokens:,} tokens, {part.name} embeds {rows:,}; is one of them another"
-                        raise self._files.damaged(f"{fault} model's?")
+                        raise self._files.mixed(f"{name} has {tokens:,} tokens, {part.name} embeds {rows:,}")
             (gives,) = self.model.encode([prompt], self.model.longest_prompt)
         # Before sampling: the transformer would fail at its first prompt, minutes later.
         found, taken = (
@@ -139,7 +138,7 @@ class PipelineLoader:
         )
         if found != taken:
             fault = f"the text encoders give embeddings of width {found}, the transformer takes {taken}"
-            raise self._files.damaged(fault)
+            raise self._files.mixed(fault)
 
     @contextmanager
     def text_encoders(self) -> Iterator[None]:

@@ -102,8 +102,12 @@ def target_layers(transformer: nn.Module, model: DiffusionModel, config: ModelCo
         endings = sorted({re.findall(r"[^.]+(?:\.\d+)?$", name)[0] for name in modules})
         others = [type(m).__name__ for n, m in transformer.named_modules() if f".{n}".endswith(f".{unmatched[0]}")]
         hint = f" ({unmatched[0]} is a {others[0]}; only linear layers take a LoRA here)" if others else ""
+        given = f"{', '.join(unmatched)} match"
+        if config.target_modules is None:
+            # The fault is not the user's: the setting was left alone.
+            given = f"is null, and of this family's attention layers {given}"
         raise ValueError(
-            f"actor_rollout_ref.model.target_modules: {', '.join(unmatched)} match no linear layer{hint}; its layers "
+            f"actor_rollout_ref.model.target_modules: {given} no linear layer{hint}; its layers "
             f"end in: {', '.join(endings)}"
         )
     if names == [ALL_LINEAR]:

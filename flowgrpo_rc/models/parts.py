@@ -112,6 +112,13 @@ class PipelineFiles:
             "again"
         )
 
+    def mixed(self, fault: str) -> UnsupportedModelError:
+        """The refusal of a pipeline whose parts are whole and do not fit together."""
+        return UnsupportedModelError(
+            f"{FIELD}: {self.path} cannot be loaded: its parts are of different models ({fault}); take all of them "
+            "from one pipeline"
+        )
+
     def check(self) -> None:
         """Raise ``UnsupportedModelError`` with part, file and fault unless every part has its files, and none is cut
         off."""

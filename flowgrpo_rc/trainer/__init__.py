@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from flowgrpo_rc.trainer.checkpoint import CheckpointStore as CheckpointStore
     from flowgrpo_rc.trainer.config import FlowGRPOConfig as FlowGRPOConfig
     from flowgrpo_rc.trainer.logging import NonFiniteMetricError as NonFiniteMetricError
+    from flowgrpo_rc.trainer.policy import Drawn as Drawn
+    from flowgrpo_rc.trainer.policy import ImagePolicy as ImagePolicy
     from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer as FlowGRPOTrainer
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.models.base import DiffusionModel
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.digests import short_digest
 from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.models.prompt_store import PromptKey, PromptStore, open_store
-from flowgrpo_rc.models.prompts import check_length, check_prompts, encode_into
+from flowgrpo_rc.models.prompts import PromptEncoder, check_length, check_prompts, encode_into
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.models.sharding import processes_on_node
 from flowgrpo_rc.prompt import Prompt, as_prompt
@@ -114,6 +114,17 @@ def fill_store(model: DiffusionModel, store: PromptStore, sets: Sequence[PromptS
     # The count is for the line at the start; each process encoded its share.
     total = accelerator.reduce(torch.tensor(encoded, device=accelerator.device), reduction="sum")
     return Encoding(len(keys), int(total), store.nbytes(keys))
+
+
+def condition(model: DiffusionModel, encoder: PromptEncoder, prompts: PromptSet) -> Conditioning:
+    """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
+    pipeline = prompts.pipeline
+    length = pipeline.max_sequence_length
+    negative = prompts.negative(model)
+    positive = encoder(prompts.positive, length)
+    steered = encoder(negative, length) if negative else None
+    guidance = (pipeline.true_cfg_scale, pipeline.guidance_scale)
+    return Conditioning(positive, steered, *guidance, pipeline.height, pipeline.width)
 
 
 def check_numbers(pipeline_class: str, records: Sequence[PromptRecord]) -> None:

@@ -34,7 +34,14 @@ from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
 from flowgrpo_rc.trainer.checkpoint import fingerprint
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.dumps import ImageDump
-from flowgrpo_rc.trainer.encoding import PromptSet, check_numbers, fill_store, open_checked, references_digest
+from flowgrpo_rc.trainer.encoding import (
+    PromptSet,
+    check_numbers,
+    condition,
+    fill_store,
+    open_checked,
+    references_digest,
+)
 from flowgrpo_rc.trainer.memory import check_memory
 
 
@@ -141,12 +148,7 @@ class Run:
 
     def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
-        chosen = PromptSet(prompts, pipeline)
-        negative = chosen.negative(self.model)
-        positive = self.encoder(chosen.positive, pipeline.max_sequence_length)
-        steered = self.encoder(negative, pipeline.max_sequence_length) if negative else None
-        guidance = (pipeline.true_cfg_scale, pipeline.guidance_scale)
-        return Conditioning(positive, steered, *guidance, pipeline.height, pipeline.width)
+        return condition(self.model, self.encoder, PromptSet(prompts, pipeline))
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample, and check that the engine used the adapter pushed last, and the requested schedule, guidance and

@@ -34,6 +34,14 @@ def test_quickstart(tmp_path, monkeypatch):
     assert 0.1 < scope["gap"].value < 0.5
 
 
+@pytest.mark.run
+def test_a_training_loop_of_your_own(tmp_path, monkeypatch):
+    scope = run_page("howto/library.md", tmp_path, monkeypatch, digits=False)
+    assert scope["held_out"].images.shape == (12, 32, 32, 3)
+    assert 1e-5 < scope["gap"] < 1e-3
+    assert (tmp_path / "my_lora/pytorch_lora_weights.safetensors").is_file()
+
+
 def test_training_in_micro_batches_equals_the_whole_batch(tmp_path, monkeypatch):
     torch.manual_seed(0)
     scope = run_page("training.md", tmp_path, monkeypatch, only=slice(0, 1))

@@ -1,0 +1,236 @@
+"""A policy for a training loop of your own: draw images, score them, learn from their rewards, save the LoRA."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int, UInt8
+from tensordict import TensorDict
+from torch import Tensor
+
+from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, ModeInForce
+from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
+from flowgrpo_rc.correction import MetricAccumulator
+from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.loss import group_advantages
+from flowgrpo_rc.models import Conditioning, ModelConfig, PipelineLoader, PromptEncoder
+from flowgrpo_rc.models.config import AS_ROLLOUT
+from flowgrpo_rc.models.lora import save_lora
+from flowgrpo_rc.models.prompt_store import open_store
+from flowgrpo_rc.prompt import Prompt, as_prompt
+from flowgrpo_rc.rollout import RolloutConfig, RolloutRequest, build_engine
+from flowgrpo_rc.rollout.proof import check_rollout
+from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
+from flowgrpo_rc.sde import draw_window_start
+from flowgrpo_rc.section import convert
+from flowgrpo_rc.trainer.adapter_sync import AdapterSync
+from flowgrpo_rc.trainer.encoding import PromptSet, check_numbers, condition
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Images, and what the policy learns from."""
+
+    images: UInt8[np.ndarray, "B H W 3"]
+    prompts: list[str]
+    """Text of each image's prompt, for rewards."""
+    group: Int[Tensor, " B"]
+    """Number of each image's prompt."""
+    conditioning: Conditioning
+    batch: TensorDict | None
+    """The recorded steps, under the names of ``flowgrpo_rc.batch.Key``; ``None`` of a deterministic draw."""
+
+
+class ImagePolicy:
+    """A flow-matching pipeline with a LoRA, a rollout engine that draws with it and an actor that trains it.
+
+    One process, one device; ``FlowGRPOTrainer`` has more. Text encoders are in memory only while prompts are encoded
+    that ``model.prompt_store`` lacks.
+
+    Args:
+        model: pipeline and LoRA, the section ``actor_rollout_ref.model`` or a mapping of its keys, with ``path``.
+        rollout: engine, images per prompt, image size, steps and guidance, the section ``actor_rollout_ref.rollout``.
+        actor: objective, mini-batches, optimizer and rollout correction, the section ``actor_rollout_ref.actor``.
+        total_optimizer_steps: length of the learning-rate schedule; ``update`` takes one step per mini-batch and epoch.
+        device: such as ``cpu`` or ``cuda``.
+        seed: of the LoRA's first weights.
+
+    Raises:
+        ValueError: a setting is wrong; a limit is ``auto``, which only the trainer measures; or the model does not
+            support the size or the guidance.
+        UnsupportedModelError: the pipeline is damaged or of no supported family.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig | Mapping[str, Any],
+        rollout: RolloutConfig | Mapping[str, Any],
+        actor: DiffusionActorConfig | Mapping[str, Any] | None = None,
+        *,
+        total_optimizer_steps: int = 1000,
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        from accelerate import Accelerator
+
+        model, rollout, actor = (
+            convert(kind, {} if given is None else given)
+            for kind, given in ((ModelConfig, model), (RolloutConfig, rollout), (DiffusionActorConfig, actor))
+        )
+        limits = {
+            "diffusion_loss.clip_ratio": actor.diffusion_loss.clip_ratio,
+            "rollout_correction.rollout_rs_threshold": actor.rollout_correction.rollout_rs_threshold,
+        }
+        for name, limit in limits.items():
+            if limit == "auto":
+                raise ValueError(f"{name}: got auto, which follows the trainer's probe of each batch; give numbers")
+        pipeline = rollout.pipeline
+        accelerator = Accelerator(cpu=device == "cpu")
+        loader = PipelineLoader(model.path, dtype=model.dtype, device=accelerator.device)
+        guidance = (pipeline.guidance_scale, pipeline.true_cfg_scale)
+        loader.model.check_request(pipeline.height, pipeline.width, *guidance)
+        self.model = loader.load()
+        self.model.batch_guidance = model.batch_guidance
+        store = open_store(model.prompt_store, self.model, model.dtype)
+        self._encoder = PromptEncoder(self.model, pipeline.max_sequence_length, store)
+        self._rollout = rollout
+        self._mode = ModeInForce.configured(actor)
+        # Before the actor, whose adapter the engine would freeze.
+        self.engine = build_engine(rollout, self.model, model, accelerator.device)
+        torch.manual_seed(seed)
+        self.actor = DiffusionActor(
+            self.model,
+            actor,
+            model,
+            accelerator,
+            sde_type=rollout.algo.sde_type,
+            noise_level=rollout.algo.noise_level,
+            total_optimizer_steps=total_optimizer_steps,
+            score_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
+            timestep_dtype=torch_dtype(rollout.dtype) if model.timestep_dtype == AS_ROLLOUT else None,
+        )
+        if model.lora_adapter_path:
+            self.actor.load_adapter(Path(model.lora_adapter_path))
+        self._adapter = AdapterSync(self.engine, self.actor, lag=0)
+        self.step = 0
+        """Number of updates."""
+        self._adapter.push(self.step)
+
+    def draw(
+        self,
+        prompts: Sequence[str | Prompt],
+        *,
+        seed: int,
+        n: int | None = None,
+        negative: str | None = None,
+        learn: bool = True,
+    ) -> Drawn:
+        """Draw ``n`` images of each prompt with the current LoRA; those of one prompt follow each other.
+
+        Args:
+            prompts: texts, or for editors ``Prompt(text, images)`` with ``reference_image(path)`` for each image.
+            seed: of starting noise, window and SDE noise; equal seeds give equal images.
+            n: images per prompt; ``None``: ``rollout.n``.
+            negative: negative prompt where ``true_cfg_scale`` is above 1; ``None``: the pipeline's own default.
+            learn: draw the window of SDE steps and record it. False draws the deterministic ODE, as validation does.
+
+        Raises:
+            ValueError: the model takes another number of reference images.
+            RolloutError, RolloutSyncError: the engine failed, or drew with other settings than requested.
+        """
+        n = n or self._rollout.n
+        pipeline = self._rollout.pipeline
+        given = [as_prompt(prompt) for prompt in prompts]
+        records = [
+            PromptRecord(prompt=one.text, negative_prompt=negative, images=one.images, source=repr(one.text))
+            for one in given
+        ]
+        check_numbers(type(self.model.pipe).__name__, records)
+        group = torch.arange(len(given)).repeat_interleave(n)
+        window: dict[str, Any] = {"window_starts": None}
+        if learn:
+            span = self._rollout.window
+            starts = [draw_window_start(span, generator_for(seed, WINDOW, 0, i)) for i in range(len(given))]
+            window = {
+                "window_starts": torch.tensor(starts)[group],
+                "window_size": span.size,
+                "noise_level": self._rollout.algo.noise_level,
+                "sde_type": self._rollout.algo.sde_type,
+                "record_means": self._mode.bypasses and self._mode.objective.needs_old_means,
+            }
+        request = RolloutRequest(
+            conditioning=condition(self.model, self._encoder, PromptSet(records, pipeline)),
+            prompt_index=group,
+            num_inference_steps=pipeline.num_inference_steps,
+            seeds=[seed_for(seed, IMAGE, 0, i) for i in range(len(group))],
+            **window,
+        )
+        answer = self.engine.generate(request)
+        check_rollout(request, answer, self.model, self._adapter.held, self._rollout.dtype)
+        texts = [given[i].text for i in group.tolist()]
+        return Drawn(answer.images.numpy(), texts, group, request.conditioning, answer.batch)
+
+    def score(self, drawn: Drawn) -> tuple[OldPolicy, dict[str, float]]:
+        """The old policy of these images, and the metrics of the gap.
+
+        In bypass mode that is the engine's own log-probs and there are no metrics yet: the update measures. Otherwise
+        the actor scores the recorded steps, and the correction adds weights and rejection. The adapter must not have
+        changed since ``draw``, or the old policy is that of a later one.
+
+        Raises:
+            ValueError: ``drawn`` is deterministic and has no steps to learn from.
+        """
+        batch = _steps(drawn)
+        if self._mode.bypasses:
+            return OldPolicy.of_rollout(batch), {}
+        scored = self.actor.score(batch, drawn.conditioning)
+        old, moments = correct_old_policy(scored, batch, self._mode.rollout_correction)
+        gap = MetricAccumulator()
+        gap.add(moments)
+        return old, gap.compute()
+
+    def update(self, drawn: Drawn, rewards: Any, old: OldPolicy | None = None) -> dict[str, float]:
+        """Learn from the rewards ``(B,)`` of the images; the next ``draw`` uses the new LoRA. Returns the metrics.
+
+        Rewards become advantages within each prompt's images, over the standard deviation of all rewards as in the
+        trainer. Each optimizer step sees ``ppo_mini_batch_size`` prompts.
+
+        Args:
+            old: the first value of ``score``; ``None``: computed here.
+
+        Raises:
+            ValueError: as ``score``; or rewards are not ``(B,)``, or not finite.
+            NonFiniteUpdateError: a log-prob, loss or gradient is not finite; the LoRA is as before.
+        """
+        batch = _steps(drawn)
+        metrics: dict[str, float] = {}
+        if old is None:
+            old, metrics = self.score(drawn)
+        values = torch.as_tensor(rewards)
+        batch[Key.ADVANTAGES] = group_advantages(values, drawn.group, global_std=True).advantages.float()
+        images = self.actor.config.ppo_mini_batch_size * (len(batch) // int(drawn.group[-1] + 1))
+        mini_batches = [MiniBatch(rows, old.rows(rows)) for rows in torch.arange(len(batch)).split(images)]
+        updated = self.actor.update(batch, drawn.conditioning, mini_batches)
+        self.step += 1
+        self._adapter.push(self.step)
+        return metrics | updated.metrics
+
+    def save(self, folder: str | Path) -> None:
+        """Write the LoRA in diffusers' format at full strength: ``pipe.load_lora_weights(folder)`` reads it."""
+        save_lora(self.model, self.actor.transformer, Path(folder), full_strength=True)
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()
+
+
+def _steps(drawn: Drawn) -> TensorDict:
+    if drawn.batch is None:
+        raise ValueError(
+            "these images were drawn with learn=False, so that no steps were recorded; draw with learn=True"
+        )
+    return drawn.batch
