@@ -21,6 +21,7 @@ from flowgrpo_rc.models import Conditioning, ModelConfig, PipelineLoader, Prompt
 from flowgrpo_rc.models.config import AS_ROLLOUT
 from flowgrpo_rc.models.lora import save_lora
 from flowgrpo_rc.models.prompt_store import open_store
+from flowgrpo_rc.models.prompts import check_length
 from flowgrpo_rc.prompt import Prompt, as_prompt
 from flowgrpo_rc.rollout import RolloutConfig, RolloutRequest, build_engine
 from flowgrpo_rc.rollout.proof import check_rollout
@@ -77,44 +78,46 @@ class ImagePolicy:
     ) -> None:
         from accelerate import Accelerator
 
-        model, rollout, actor = (
-            convert(kind, {} if given is None else given)
-            for kind, given in ((ModelConfig, model), (RolloutConfig, rollout), (DiffusionActorConfig, actor))
-        )
+        lora: ModelConfig = convert(ModelConfig, model)
+        sampling: RolloutConfig = convert(RolloutConfig, rollout)
+        config: DiffusionActorConfig = convert(DiffusionActorConfig, {} if actor is None else actor)
         limits = {
-            "diffusion_loss.clip_ratio": actor.diffusion_loss.clip_ratio,
-            "rollout_correction.rollout_rs_threshold": actor.rollout_correction.rollout_rs_threshold,
+            "diffusion_loss.clip_ratio": config.diffusion_loss.clip_ratio,
+            "rollout_correction.rollout_rs_threshold": config.rollout_correction.rollout_rs_threshold,
         }
         for name, limit in limits.items():
             if limit == "auto":
                 raise ValueError(f"{name}: got auto, which follows the trainer's probe of each batch; give numbers")
-        pipeline = rollout.pipeline
+        if sampling.staleness:
+            raise ValueError("ahead, adapter_lag: only the trainer draws with an older LoRA; leave them at 0")
+        pipeline = sampling.pipeline
         accelerator = Accelerator(cpu=device == "cpu")
-        loader = PipelineLoader(model.path, dtype=model.dtype, device=accelerator.device)
+        loader = PipelineLoader(lora.path, dtype=lora.dtype, device=accelerator.device)
         guidance = (pipeline.guidance_scale, pipeline.true_cfg_scale)
         loader.model.check_request(pipeline.height, pipeline.width, *guidance)
+        check_length(loader.model, pipeline.max_sequence_length)
         self.model = loader.load()
-        self.model.batch_guidance = model.batch_guidance
-        store = open_store(model.prompt_store, self.model, model.dtype)
+        self.model.batch_guidance = lora.batch_guidance
+        store = open_store(lora.prompt_store, self.model, lora.dtype)
         self._encoder = PromptEncoder(self.model, pipeline.max_sequence_length, store)
-        self._rollout = rollout
-        self._mode = ModeInForce.configured(actor)
+        self._rollout = sampling
+        self._mode = ModeInForce.configured(config)
         # Before the actor, whose adapter the engine would freeze.
-        self.engine = build_engine(rollout, self.model, model, accelerator.device)
+        self.engine = build_engine(sampling, self.model, lora, accelerator.device)
         torch.manual_seed(seed)
         self.actor = DiffusionActor(
             self.model,
-            actor,
-            model,
+            config,
+            lora,
             accelerator,
-            sde_type=rollout.algo.sde_type,
-            noise_level=rollout.algo.noise_level,
+            sde_type=sampling.algo.sde_type,
+            noise_level=sampling.algo.noise_level,
             total_optimizer_steps=total_optimizer_steps,
-            score_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
-            timestep_dtype=torch_dtype(rollout.dtype) if model.timestep_dtype == AS_ROLLOUT else None,
+            score_batch_size=sampling.log_prob_micro_batch_size_per_gpu,
+            timestep_dtype=torch_dtype(sampling.dtype) if lora.timestep_dtype == AS_ROLLOUT else None,
         )
-        if model.lora_adapter_path:
-            self.actor.load_adapter(Path(model.lora_adapter_path))
+        if lora.lora_adapter_path:
+            self.actor.load_adapter(Path(lora.lora_adapter_path))
         self._adapter = AdapterSync(self.engine, self.actor, lag=0)
         self.step = 0
         """Number of updates."""
