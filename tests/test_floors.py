@@ -40,7 +40,7 @@ ALLOWED = {
 }
 ALLOWED["gap"] = {"correction", "sde", "loss", "batch", "models", "actor", "rollout", *BASE}
 ALLOWED["planner"] = {"sde", "batch", "models", "actor", "rollout", *BASE}
-ALLOWED["evaluation"] = {"models", *BASE}
+ALLOWED["evaluation"] = {"models", "rewards", *BASE}
 ALLOWED["report"] = {"correction", "sde", "loss", "actor", "gap", "rewards", *BASE}
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}

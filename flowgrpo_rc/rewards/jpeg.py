@@ -8,6 +8,13 @@ import numpy as np
 from PIL import Image
 
 
+def jpeg_bytes(image: Image.Image) -> int:
+    """Size of an image as a JPEG of quality 95, in bytes."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=95)
+    return buffer.tell()
+
+
 def jpeg_compressibility(
     images: np.ndarray, prompts: Sequence[str] = (), metadata: Sequence[dict[str, Any]] | None = None
 ) -> tuple[np.ndarray, dict[str, list[float]]]:
@@ -24,11 +31,7 @@ def jpeg_compressibility(
     Returns:
         (N,) float32, negative, larger is better compressible; and ``{"jpeg_kilobytes": unscaled sizes}``.
     """
-    kilobytes = np.zeros(len(images))
-    for index, image in enumerate(images):
-        buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, format="JPEG", quality=95)
-        kilobytes[index] = buffer.tell() / 1000.0
+    kilobytes = np.array([jpeg_bytes(Image.fromarray(image)) / 1000.0 for image in images])
     scores = -kilobytes * (512 * 512 / (images.shape[1] * images.shape[2])) / 500.0
     return scores.astype(np.float32), {"jpeg_kilobytes": kilobytes.tolist()}
 
