@@ -1,7 +1,7 @@
 """Statistics of images that no reward sees: a policy that hacks its reward moves them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,9 +9,17 @@ from PIL import Image, ImageChops
 
 from flowgrpo_rc.rewards.jpeg import jpeg_bytes
 
-STATISTICS = ("luminance", "contrast", "saturation", "sharpness", "dark_share", "clipped_share", "jpeg_bits")
+STATISTICS: tuple[str, ...] = (
+    "luminance",
+    "contrast",
+    "saturation",
+    "sharpness",
+    "dark_share",
+    "clipped_share",
+    "jpeg_bits",
+)
 """Of one image; the keys of ``image_statistics``."""
-SPREADS = ("diversity", "prompt_share")
+SPREADS: tuple[str, ...] = ("diversity", "prompt_share")
 """Of groups of images; the keys of ``spread``."""
 DARK = 0.1
 """Upper limit of a dark pixel's luminance."""
@@ -45,18 +53,18 @@ def _of_image(pixels: np.ndarray) -> tuple[float, ...]:
     image = Image.fromarray(pixels)
     grey = image.convert("L")
     levels = _histogram(grey)
-    luminance = levels @ _LEVELS
+    luminance = _mean(levels)
     red, green, blue = image.split()
     brightest = ImageChops.lighter(ImageChops.lighter(red, green), blue)
     darkest = ImageChops.darker(ImageChops.darker(red, green), blue)
     channels = np.array(image.histogram()).reshape(3, 256)
     return (
         luminance,
-        np.sqrt(levels @ (_LEVELS - luminance) ** 2),
-        _histogram(ImageChops.subtract(brightest, darkest)) @ _LEVELS,
+        float(levels @ (_LEVELS - luminance) ** 2) ** 0.5,
+        _mean(_histogram(ImageChops.subtract(brightest, darkest))),
         (_neighbours(grey, 1, 0) + _neighbours(grey, 0, 1)) / 2,
-        levels[_LEVELS <= DARK].sum(),
-        channels[:, [0, 255]].sum() / channels.sum(),
+        float(levels[_LEVELS <= DARK].sum()),
+        float(channels[:, [0, 255]].sum() / channels.sum()),
         8 * jpeg_bytes(image) / (image.width * image.height),
     )
 
@@ -66,11 +74,22 @@ def _histogram(channel: Image.Image) -> np.ndarray:
     return np.array(channel.histogram()) / (channel.width * channel.height)
 
 
+def _mean(shares: np.ndarray) -> float:
+    return float(shares @ _LEVELS)
+
+
 def _neighbours(grey: Image.Image, right: int, down: int) -> float:
     """Mean absolute difference between pixels and their neighbours to the right or below."""
     width, height = grey.size
     first = grey.crop((0, 0, width - right, height - down))
-    return _histogram(ImageChops.difference(first, grey.crop((right, down, width, height)))) @ _LEVELS
+    return _mean(_histogram(ImageChops.difference(first, grey.crop((right, down, width, height)))))
+
+
+def summary(
+    statistics: Mapping[str, np.ndarray], features: np.ndarray, group: Sequence[int] | np.ndarray
+) -> dict[str, float]:
+    """Means of ``image_statistics`` over the images, and the ``spread`` of their features."""
+    return {name: float(values.mean()) for name, values in statistics.items()} | spread(features, group)
 
 
 def thumbnails(images: np.ndarray) -> np.ndarray:

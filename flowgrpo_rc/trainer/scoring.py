@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.evaluation.image_statistics import STATISTICS, image_statistics, summary, thumbnails
 from flowgrpo_rc.loss import group_advantages, normalised_sum
 from flowgrpo_rc.rewards import PartialScoring, RewardError, RewardMix, RewardResult
 from flowgrpo_rc.rewards.answer import PARTS
@@ -52,6 +53,15 @@ def reward_statistics(scored: RewardResult, gather: Gather) -> dict[str, float]:
     total = scores["mean"]
     metrics |= {"reward/std": float(total.std(correction=0)), "reward/max": float(total.max())}
     return metrics | {"reward/min": float(total.min())}
+
+
+def image_metrics(images: np.ndarray, group: Int[Tensor, " B"], gather: Gather) -> dict[str, float]:
+    """``images/...``: statistics of the images of all processes that no reward sees. Images with one ``group`` are of
+    one prompt."""
+    statistics = gather(torch.from_numpy(np.stack(list(image_statistics(images).values()), axis=1))).numpy()
+    columns = dict(zip(STATISTICS, statistics.T, strict=True))
+    found = summary(columns, gather(torch.from_numpy(thumbnails(images))).numpy(), gather(group).numpy())
+    return {f"images/{name}": value for name, value in found.items()}
 
 
 def batch_advantages(

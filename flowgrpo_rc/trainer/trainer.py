@@ -39,7 +39,7 @@ from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger, announcement
 from flowgrpo_rc.trainer.outputs import RunOutputs
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue
-from flowgrpo_rc.trainer.scoring import batch_advantages, reward_statistics
+from flowgrpo_rc.trainer.scoring import batch_advantages, image_metrics, reward_statistics
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer, Timeline, peak_memory, speed
 from flowgrpo_rc.trainer.validation import validate
@@ -122,9 +122,11 @@ class FlowGRPOTrainer:
             with self.timer("probe"), self._naming(batch, prompts):
                 sync_metrics = self.rescoring(batch, cond, self.step)
             with self.timer("reward"):
+                # While servers and threads still score.
+                metrics = image_metrics(images, batch[Key.GROUP], self._gather)
                 scored = scoring.result(images)
                 self.timer.beside("reward_work", scoring.seconds)
-                metrics = reward_statistics(scored, self._gather)
+                metrics |= reward_statistics(scored, self._gather)
         if self.run.rollout_dump is not None:
             with self.timer("dump"):
                 self.outputs.rollout(self.run, self.step, images, request, scored)

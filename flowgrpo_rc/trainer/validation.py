@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import gather_object
 
 from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.evaluation.image_statistics import STATISTICS, image_statistics, summary, thumbnails
 from flowgrpo_rc.rewards import PartialScoring
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
@@ -38,6 +39,12 @@ class Validation:
 
     rewards: list[dict[str, float]]
     """Of every image of all processes, in order: ``mean``, the mix, and the parts by name, the same for all images."""
+    statistics: dict[str, np.ndarray]
+    """``image_statistics`` of these images, ``(n,)`` each."""
+    thumbnails: np.ndarray
+    """Of these images, as features of ``spread``; ``(n, 768)`` uint8."""
+    prompts: int
+    """Number of prompts; image ``i`` is of prompt ``i % prompts``."""
     own: list[ScoredImage]
     """The images of this process."""
     shown: list[ScoredImage]
@@ -45,8 +52,10 @@ class Validation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means over all images, as ``val/reward/...``."""
-        return {f"val/reward/{name}": float(np.mean([one[name] for one in self.rewards])) for name in self.rewards[0]}
+        """Means over all images as ``val/reward/...``, and their statistics as ``val/images/...``."""
+        rewards = {name: float(np.mean([one[name] for one in self.rewards])) for name in self.rewards[0]}
+        images = summary(self.statistics, self.thumbnails, np.arange(len(self.rewards)) % self.prompts)
+        return {f"val/reward/{n}": v for n, v in rewards.items()} | {f"val/images/{n}": v for n, v in images.items()}
 
 
 def validate(run: Run, generate: Generate) -> Validation:
@@ -63,13 +72,17 @@ def validate(run: Run, generate: Generate) -> Validation:
     most = -(-count // accelerator.num_processes)
     images = _sample(run, generate, own + [0] * (most - len(own)))[: len(own)]
     scored = _score(run, own, images) if own else []
+    rewards = [{"mean": one.reward} | one.rewards for one in scored]
+    statistics = np.stack(list(image_statistics(images).values()), axis=1)
     # In the order of the images, whatever the number of processes.
-    everyones = gather_object([(one.number, {"mean": one.reward} | one.rewards) for one in scored])
-    rewards = [found for _, found in sorted(everyones, key=itemgetter(0))]
+    everyones = gather_object(list(zip(own, rewards, statistics, thumbnails(images), strict=True)))
+    _, rewards, statistics, small = map(list, zip(*sorted(everyones, key=itemgetter(0)), strict=True))
     # A mean over some of the images only would be another metric under the same name.
     names_of_all(rewards)
+    columns = dict(zip(STATISTICS, np.array(statistics).T, strict=True))
     shown = gather_object([one for one in scored if one.number < run.config.trainer.log_val_generations])
-    return Validation(rewards, scored, sorted(shown, key=lambda one: one.number))
+    shown.sort(key=lambda one: one.number)
+    return Validation(rewards, columns, np.array(small), len(run.val_prompts), scored, shown)
 
 
 def _sample(run: Run, generate: Generate, numbers: list[int]) -> np.ndarray:

@@ -12,6 +12,7 @@ from tests_support import SMALL_RUN
 from flowgrpo_rc import DiffusionActorConfig, DiffusionLossConfig, token_loss
 from flowgrpo_rc.correction import RolloutCorrectionConfig, compute_rollout_correction
 from flowgrpo_rc.correction.plan import RS_OPTIONS
+from flowgrpo_rc.evaluation.image_statistics import SPREADS, STATISTICS
 from flowgrpo_rc.rollout import RolloutPool
 from flowgrpo_rc.rollout.pool import EngineWork
 from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
@@ -25,6 +26,7 @@ PLACEHOLDERS = {
     "option": "|".join(RS_OPTIONS),
     "stage": STAGES,
     "figure": "clip|rejected|zeroed|engine_gap",
+    "statistic": "|".join((*STATISTICS, *SPREADS)),
 }
 
 
