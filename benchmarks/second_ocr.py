@@ -20,11 +20,9 @@ HELD_OUT = Path(__file__).resolve().parent.parent / "assets" / "tiny_ocr" / "tes
 
 def second_ocr(lora: Path | None, targets: Sequence[str]) -> dict[str, Any]:
     """Draw one image of each of ``targets`` and let both engines read it."""
-    import numpy as np
     import torch
 
     from flowgrpo_rc.models import load_model
-    from flowgrpo_rc.rewards import OCRReward
 
     pipe = load_model("asset:tiny_qwen_image").pipe
     if lora is not None:
@@ -35,6 +33,15 @@ def second_ocr(lora: Path | None, targets: Sequence[str]) -> dict[str, Any]:
         prompts = [f'the text "{t}"' for t in targets[start : start + 50]]
         noise = [torch.Generator().manual_seed(10_000 + start + i) for i in range(len(prompts))]
         images += pipe(prompts, height=32, width=32, num_inference_steps=6, true_cfg_scale=1.0, generator=noise).images
+    return read_by_both(images, targets)
+
+
+def read_by_both(images: Sequence[Any], targets: Sequence[str]) -> dict[str, Any]:
+    """Share of PIL images that each engine reads exactly."""
+    import numpy as np
+
+    from flowgrpo_rc.rewards import OCRReward
+
     own = OCRReward().read(np.stack([np.asarray(i.convert("RGB")) for i in images]))
     other = [tesseract(image) for image in images]
     return {

@@ -93,12 +93,13 @@ def train_flow(
     batch_size: int,
     learning_rate: float,
     ema_decay: float = 0.99,
+    empty_share: float = 0.0,
 ) -> None:
-    """Learn the rectified flow. The averaged weights are kept."""
+    """Learn the rectified flow, with this share of the prompts left empty. The averaged weights are kept."""
     transformer = pipe.transformer
     with torch.no_grad():
         embeds, _, pooled, _ = pipe.encode_prompt(
-            [prompt_for(number) for number in NUMBERS],
+            [*(prompt_for(number) for number in NUMBERS), ""],
             None,
             None,
             do_classifier_free_guidance=False,
@@ -111,11 +112,15 @@ def train_flow(
     for _ in range(steps):
         index = torch.randint(len(latents), (batch_size,), generator=generator)
         noisy, sigma, target = on_the_line(latents[index], generator)
+        prompts = labels[index]
+        if empty_share:
+            # The last row is the empty prompt's.
+            prompts = torch.where(torch.rand(batch_size, generator=generator) < empty_share, len(NUMBERS), prompts)
         velocity = transformer(
             hidden_states=noisy,
             timestep=1000 * sigma,
-            encoder_hidden_states=embeds[labels[index]],
-            pooled_projections=pooled[labels[index]],
+            encoder_hidden_states=embeds[prompts],
+            pooled_projections=pooled[prompts],
             return_dict=False,
         )[0]
         descent.step(F.mse_loss(velocity, target))
@@ -124,7 +129,7 @@ def train_flow(
 
 
 @torch.no_grad()
-def score(pipe: Any, steps: int, seeds: int) -> dict[str, float]:
+def score(pipe: Any, steps: int, seeds: int, guidance: float = 1.0) -> dict[str, float]:
     """Mean OCR reward and share of exactly right pictures, over all hundred numbers."""
     reward = OCRReward(OCRConfig(num_threads=1))
     prompts = [prompt_for(number) for number in NUMBERS]
@@ -135,7 +140,7 @@ def score(pipe: Any, steps: int, seeds: int) -> dict[str, float]:
             height=IMAGE_SIZE,
             width=IMAGE_SIZE,
             num_inference_steps=steps,
-            guidance_scale=1.0,
+            guidance_scale=guidance,
             max_sequence_length=NO_T5_TOKENS,
             generator=torch.Generator().manual_seed(seed),
             output_type="np",
@@ -150,6 +155,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pipeline (%(default)s)")
     parser.add_argument("--vae-steps", type=int, default=1000)
     parser.add_argument("--flow-steps", type=int, default=1200)
+    parser.add_argument("--empty-share", type=float, default=0.0, help="share of empty prompts, for guidance")
     arguments = parser.parse_args()
     if (arguments.out / SCORES).is_file():
         print(f"{arguments.out}: {(arguments.out / SCORES).read_text()}")
@@ -160,8 +166,18 @@ def main() -> int:
     images, labels = make_dataset(PICTURES, SEED)
     train_vae(pipe.vae, images, steps=arguments.vae_steps, batch_size=32, learning_rate=4e-3, seed=SEED)
     latents = normalised_latents(pipe.vae, images)
-    train_flow(pipe, latents, labels, steps=arguments.flow_steps, batch_size=64, learning_rate=1e-3)
+    train_flow(
+        pipe,
+        latents,
+        labels,
+        steps=arguments.flow_steps,
+        batch_size=64,
+        learning_rate=1e-3,
+        empty_share=arguments.empty_share,
+    )
     scores: dict[str, Any] = {"6 steps": score(pipe, 6, 3)}
+    if arguments.empty_share:
+        scores |= {f"guidance {scale}": score(pipe, 6, 3, scale) for scale in (1.5, 2.0, 3.0, 4.5)}
     scores |= {"vae_steps": arguments.vae_steps, "flow_steps": arguments.flow_steps}
     scores["cpu_minutes"] = round((time.process_time() - start) / 60, 1)
     pipe.save_pretrained(arguments.out)

@@ -6,7 +6,8 @@ and divided once by the global denominator, so that the result does not depend o
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -31,7 +32,15 @@ from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
 from flowgrpo_rc.models.attention import use_attention_backend
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, attach_lora, base_parameters, load_lora
+from flowgrpo_rc.models.lora import (
+    adapter_active,
+    adapter_parameters,
+    adapter_state,
+    attach_lora,
+    base_parameters,
+    check_adapter_state,
+    load_lora,
+)
 from flowgrpo_rc.sde import Transition, log_prob, transition
 from flowgrpo_rc.transfers import queued_to_host, to_host
 
@@ -130,6 +139,9 @@ class DiffusionActor:
         )
         self.average: Any = None
         self.load_average(None)
+        self.start: dict[str, Tensor] | None = None
+        """Weights of the adapter that training started from, by name; ``None`` unless it is the KL's reference."""
+        self.load_start(None)
 
     def load_adapter(self, folder: Path) -> None:
         """Load LoRA weights that ``save_lora`` wrote, and start their moving average, if one is kept, from them. Raises
@@ -148,6 +160,16 @@ class DiffusionActor:
             # The decay is a setting, not a state: a resumed run follows its configuration.
             self.average.load_state_dict(state | {"decay": self.config.ema_decay})
             self.average.to(device=self._accelerator.device)
+
+    def load_start(self, state: Mapping[str, Tensor] | None) -> None:
+        """Load the adapter that training started from, or take the current weights for it. Raises
+        ``AdapterMismatchError`` for another adapter's."""
+        if not self.config.use_kl_loss or self.config.kl_reference != "start":
+            return
+        present = adapter_state(self.transformer)
+        state = present if state is None else state
+        check_adapter_state(state, {name: tuple(value.shape) for name, value in present.items()})
+        self.start = {name: state[name].to(value) for name, value in present.items()}
 
     def averaged_state(self) -> dict[str, Tensor] | None:
         """The averaged LoRA weights by name; ``None`` without ``ema_decay``."""
@@ -332,12 +354,12 @@ class DiffusionActor:
         done: list[LossMetrics] = []
         log_probs: list[Tensor] = []
         means: list[Tensor] = []
-        reads_means = self._compares_means or self.config.use_kl_loss
+        reads_means = self._compares_means or self._kl_of_means
         old = known
         if known is not None and mode.bypasses:
             old = replace(known, means=None)  # in bypass mode the rollout's means are the old ones
         for micro in update.steps.cut(mini.rows, size, rollout_means=mode.bypasses and self._compares_means, old=old):
-            output = self._forward(micro, means=reads_means, reference=self.config.use_kl_loss)
+            output = self._forward(micro, means=reads_means, learns=True)
             data = micro.data
             if known is None:
                 data = data | present_as_old(mode, data, output, window)
@@ -408,36 +430,69 @@ class DiffusionActor:
         if on_any_process(~finite.all()):
             self._raise_non_finite("log-prob", rows[~finite.cpu()].tolist())
 
-    def _forward(self, micro: MicroBatch, *, means: bool, reference: bool = False) -> dict[str, Tensor]:
+    def _forward(self, micro: MicroBatch, *, means: bool, learns: bool = False) -> dict[str, Tensor]:
         """Log-probs ``(n,)`` of a micro-batch's rows; with ``means`` also means and standard deviations of the
-        transitions, with ``reference`` the means of the policy without the adapter, from a second forward pass."""
+        transitions; if the update ``learns`` from them also velocities, and for a KL those of the reference and its
+        means, from a second forward pass."""
         data = micro.data
-        step = self._transition(data, micro.conditioning)
-        output = {"log_probs": log_prob(step, data[Key.NEXT_LATENTS], sde_type=self._sde_type)}
+        output: dict[str, Tensor] = {}
+        if learns and self.config.use_kl_loss:
+            # First: the reference's weights may take the places of the adapter's, which no graph must hold by then.
+            with torch.no_grad(), self._reference():
+                output["ref_velocities"] = self._velocity(data, micro.conditioning)
+            if self._kl_of_means:
+                output["ref_transition_means"] = self._transition(data, output["ref_velocities"]).mean
+        velocity = self._velocity(data, micro.conditioning)
+        step = self._transition(data, velocity)
+        output["log_probs"] = log_prob(step, data[Key.NEXT_LATENTS], sde_type=self._sde_type)
         if means:
             output["transition_means"] = step.mean
             output["transition_stds"] = step.step_std
-        if reference:
-            with torch.no_grad(), adapter_active(self.transformer, None):
-                output["ref_transition_means"] = self._transition(data, micro.conditioning).mean
+        if learns:
+            output["velocities"] = velocity
         return output
+
+    @contextmanager
+    def _reference(self) -> Iterator[None]:
+        """Inside, the transformer is the KL's reference; afterwards it has the actor's weights again."""
+        if self.config.kl_reference == "base":
+            with adapter_active(self.transformer, None):
+                yield
+            return
+        weights = self.average.shadow_params if self.start is None else self.start.values()
+        own = [parameter.data for parameter in self._parameters]
+        try:
+            # Exchanged, not copied, so that nothing is rounded and no memory is needed.
+            for parameter, values in zip(self._parameters, weights, strict=True):
+                parameter.data = values
+            yield
+        finally:
+            for parameter, values in zip(self._parameters, own, strict=True):
+                parameter.data = values
+
+    @property
+    def _kl_of_means(self) -> bool:
+        """True if the KL to the reference compares transition means."""
+        return self.config.use_kl_loss and self.config.kl_loss_type == "gaussian"
 
     @property
     def _compares_means(self) -> bool:
         """True if the objective compares transition means."""
         return self.config.diffusion_loss.objective.needs_old_means
 
-    def _transition(self, flat: dict[str, Tensor], cond: Conditioning) -> Transition:
+    def _velocity(self, flat: dict[str, Tensor], cond: Conditioning) -> Tensor:
         latents, timesteps = flat[Key.LATENTS], flat[Key.TIMESTEPS]
         # The engine embeds timesteps in its own precision; rounding them alike closes that part of the gap.
         if self._timestep_dtype is not None:
             timesteps, cond = self._model.as_embedded(timesteps, cond, self._timestep_dtype)
         with self._accelerator.autocast():
-            velocity = self._model.velocity(
+            return self._model.velocity(
                 self.transformer, latents, timesteps, cond, detach_unconditional=self.config.detach_unconditional
             )
+
+    def _transition(self, flat: dict[str, Tensor], velocity: Tensor) -> Transition:
         levels = (flat[Key.SIGMAS], flat[Key.NEXT_SIGMAS])
-        return transition(latents, velocity, *levels, noise_level=self._noise_level, sde_type=self._sde_type)
+        return transition(flat[Key.LATENTS], velocity, *levels, noise_level=self._noise_level, sde_type=self._sde_type)
 
     def _reduce_gradients(self, denominator: Tensor) -> None:
         """Sum the gradients over ranks, a bucket at a time, and divide them by the global denominator."""

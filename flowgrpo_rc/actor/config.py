@@ -187,9 +187,18 @@ class DiffusionActorConfig(Section):
     ``d = min(ema_decay, (1 + k) / (10 + k))`` for step ``k`` (counted from 0, where ``d`` is 0). Validation samples
     with it, and the run folder gets it as ``lora_ema/``; null: none."""
     use_kl_loss: bool = False
-    """Add ``kl_loss_coef`` times the KL to the model with its adapter switched off."""
+    """Add ``kl_loss_coef`` times the distance ``kl_loss_type`` to the reference ``kl_reference``. It takes a second
+    forward pass, without gradients."""
     kl_loss_coef: NonNegativeFloat = 0.001
-    """Weight in the loss of the KL to the model with its adapter switched off."""
+    """Weight of the KL in the loss."""
+    kl_loss_type: Annotated[str, one_of(("gaussian", "velocity"))] = "gaussian"
+    """Distance to the reference at a step: ``gaussian``, the exact KL of the two transitions per latent dimension, or
+    ``velocity``, the mean squared difference of the two velocities, which weighs all noise levels alike. With guidance
+    both are of the guided velocity. Tokens have the k3 estimate in either case."""
+    kl_reference: Annotated[str, one_of(("base", "start", "average"))] = "base"
+    """The reference: ``base``, the model with its adapter switched off; ``start``, the adapter that training started
+    from, which is ``model.lora_adapter_path`` or a fresh one that equals the base; ``average``, the moving average of
+    ``ema_decay`` as it is before the optimizer step."""
     detach_unconditional: bool = False
     """Leave the unconditional half of a guided velocity out of the gradient and compute it without a graph: about a
     quarter less work in an update and half its activations. This is flow_grpo's gradient, ``true_cfg_scale`` times the
@@ -205,7 +214,13 @@ class DiffusionActorConfig(Section):
     ``algorithm.rollout_correction``."""
 
     def problems(self) -> Iterator[str]:
-        """Loss settings that the rollout correction rules out, and the reverse."""
+        """KL settings without effect, and loss settings that the rollout correction rules out, and the reverse."""
+        if self.kl_reference == "average" and self.ema_decay is None:
+            yield "kl_reference: got average without ema_decay; set ema_decay=0.99, or kl_reference to base or start"
+        for name, default in (("kl_loss_type", "gaussian"), ("kl_reference", "base")):
+            value = getattr(self, name)
+            if value != default and not self.use_kl_loss:
+                yield f"{name}: got {value} with use_kl_loss=false, which computes no KL; set use_kl_loss=true"
         rc = self.rollout_correction
         if isinstance(rc, str):
             return  # The configuration tree repeats the check after resolving the reference.

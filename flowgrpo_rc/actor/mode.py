@@ -21,11 +21,13 @@ class ModeInForce:
     diffusion_loss: DiffusionLossConfig
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.0
+    kl_loss_type: str = "gaussian"
 
     @classmethod
     def configured(cls, actor: DiffusionActorConfig) -> ModeInForce:
         """The mode of the section ``actor_rollout_ref.actor``."""
-        return cls(actor.rollout_correction, actor.diffusion_loss, actor.use_kl_loss, actor.kl_loss_coef)
+        kl = (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type)
+        return cls(actor.rollout_correction, actor.diffusion_loss, *kl)
 
     @property
     def objective(self) -> Objective:

@@ -2,12 +2,14 @@
 
 The mean runs over all steps, so a rejected one counts as 0 and shrinks the gradient; with
 ``rejection_normalization=kept`` it runs over the kept steps. Advantages are clamped to ``adv_clip_max``. The KL to the
-reference is in closed form, from transition means. ``token_loss`` is the loss on tokens.
+reference is in closed form, from transition means, or the mean squared difference of velocities. ``token_loss`` is the
+loss on tokens.
 """
 
 import warnings
 from dataclasses import replace
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from flowgrpo_rc.loss.aggregation import ALL_STEPS, KEPT_STEPS
 from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs, check_shape, read_inputs, require
 from flowgrpo_rc.loss.objectives import OBJECTIVES
 from flowgrpo_rc.loss.policy import PolicyInputs, TransitionShift, kept
-from flowgrpo_rc.loss.sums import LossSums, loss_sums, mean_loss
+from flowgrpo_rc.loss.sums import VELOCITY_NORMS, LossSums, loss_sums, mean_loss
 from flowgrpo_rc.loss.tokens import read_tokens
 from flowgrpo_rc.sde import transition_kl
 
@@ -38,7 +40,9 @@ def diffusion_loss(
         config: a ``DiffusionActorConfig``.
         model_output: ``log_probs`` ``(B,)`` (one SDE step) or ``(B, W)`` (the window), with gradient. For
             ``use_kl_loss``, ``grpo_guard`` and ``flow_dppo`` also ``transition_means`` (log-prob shape + latents) and
-            ``transition_stds`` (log-prob shape); ``use_kl_loss`` also ``ref_transition_means``.
+            ``transition_stds`` (log-prob shape); ``use_kl_loss`` also ``ref_transition_means``. With
+            ``kl_loss_type=velocity`` the KL reads ``velocities`` and ``ref_velocities`` (log-prob shape + latents) in
+            place of these three; given without it, their norms are measured.
         data: ``old_log_probs`` (bypass mode: ``rollout_log_probs``, or what was put into ``old_log_probs`` for it),
             ``advantages`` ``(B,)`` or the shape of the log-probs; decoupled correction adds
             ``rollout_is_weights`` and ``rollout_keep``; ``timesteps`` gives the per-timestep gap metrics.
@@ -115,10 +119,44 @@ def _read_steps(
             dt = kept(dt, policy.keep, 1.0)
         policy = policy._replace(shift=TransitionShift(kl, std, dt))
     reference_kl = None
-    if config.use_kl_loss:
+    if config.use_kl_loss and config.kl_loss_type == "velocity":
+        reference_kl = _velocity_kl(model_output, policy)
+    elif config.use_kl_loss:
         reference = require(model_output, "ref_transition_means", "model_output (use_kl_loss=true)")
         reference_kl, _ = _kl_and_std(model_output, "ref_transition_means", reference, policy, "use_kl_loss=true")
-    return replace(shared, policy=policy, reference_kl=reference_kl)
+    squares = {
+        norm: _mean_square(kept(_velocity(value.detach(), name, policy), policy.keep), policy)
+        for norm, name in VELOCITY_NORMS.items()
+        if (value := optional(model_output, name)) is not None
+    }
+    return replace(shared, policy=policy, reference_kl=reference_kl, velocity_squares=squares)
+
+
+def _velocity_kl(model_output: TensorMapping, policy: PolicyInputs) -> Tensor:
+    """``mean((v - v_ref)^2)`` over the latent dimensions of each step; 0 if rejected.
+
+    Source: Flow-GRPO's author, for training without guidance (github.com/yifan123/flow_grpo, issue 198); UniGRPO,
+    arXiv 2603.23500.
+    """
+    where = "model_output (kl_loss_type=velocity)"
+    velocity, reference = (
+        _velocity(require(model_output, name, where), name, policy) for name in VELOCITY_NORMS.values()
+    )
+    check_shape("ref_velocities", reference, velocity.shape)
+    # Selected before the arithmetic, as in ``_kl_and_std``.
+    return _mean_square(kept(velocity, policy.keep) - kept(reference.detach(), policy.keep), policy)
+
+
+def _velocity(value: Tensor, name: str, policy: PolicyInputs) -> Tensor:
+    """The velocities of each step, checked, and at least float32."""
+    steps = policy.log_prob.shape
+    check_shape(name, value, steps + value.shape[len(steps) :])
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _mean_square(values: Tensor, policy: PolicyInputs) -> Tensor:
+    """Mean square of each step's latent dimensions."""
+    return values.square().flatten(policy.log_prob.dim()).mean(-1)
 
 
 def _kl_and_std(

@@ -17,8 +17,8 @@ In bypass mode weights and rejection are computed here at every call, unless the
 
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -45,6 +45,8 @@ class ActorLossConfig(Protocol):
     def use_kl_loss(self) -> bool: ...
     @property
     def kl_loss_coef(self) -> float: ...
+    @property
+    def kl_loss_type(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,8 @@ class LossInputs:
     """Elements that metrics count: valid tokens; ``None``: all."""
     reference_kl: Float[Tensor, "..."] | None = None
     """KL to the reference policy per element, 0 if rejected; ``None``: not in the loss."""
+    velocity_squares: Mapping[str, Float[Tensor, "..."]] = field(default_factory=dict)
+    """Mean square of each element's velocity, and of the reference's, by the name of its norm; 0 if rejected."""
     correction: RolloutCorrection | None
     """Bypass mode's correction with its metrics; ``None`` without a valid token."""
 

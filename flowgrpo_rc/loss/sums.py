@@ -5,6 +5,7 @@
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ from torch import Tensor
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrection
 from flowgrpo_rc.loss.inputs import LossInputs, not_finite
 from flowgrpo_rc.loss.policy import SAFETY_BOUND, PolicyInputs, PolicyLimits, PolicyTerms, kept
+
+VELOCITY_NORMS = {"velocity_norm": "velocities", "ref_velocity_norm": "ref_velocities"}
+"""Metrics of the size of velocities, and the model output that they describe."""
 
 
 @dataclass
@@ -40,11 +44,13 @@ class LossMetrics:
         denominator: Tensor,
         kl_sum: Tensor,
         valid: Tensor | None = None,
+        velocity_squares: Mapping[str, Tensor] | None = None,
     ) -> "LossMetrics":
         """Sums of one micro-batch, from its objective's inputs and result, and from its reduced sums.
 
         Args:
             valid: elements that count (``None``: all); rejected ones count with a log ratio of 0.
+            velocity_squares: those of ``LossInputs``.
         """
         # Not clamped, so that NaN and infinity show in its mean size; the other sums use the clamped one.
         log_ratio = kept(policy.log_prob - policy.old_log_prob, policy.keep)
@@ -73,6 +79,7 @@ class LossMetrics:
             sums["dual_clipped"] = dual.sum()
             inert = inert | dual
         sums["inert"] = inert.sum()
+        sums |= {name: squares.double().sum() for name, squares in (velocity_squares or {}).items()}
         # Minus the minimum, so that one maximum over micro-batches and ranks merges both.
         extremes = (-torch.where(valid, ratio, torch.inf).min(), torch.where(valid, ratio, -torch.inf).max())
         columns = torch.stack([figure.double() for figure in sums.values()])
@@ -116,8 +123,10 @@ class LossMetrics:
         means run over all elements, a rejected one counting as ratio 1); ``ppo_kl`` the mean of ``log pi_old - log
         pi_theta``; ``pg_clipfrac`` the share of ratios outside the clip band (``_higher``, ``_lower``: above and below
         it); ``pg_clipfrac_inert`` the share whose gradient clipping removes; ``ratio_*`` and ``log_ratio_abs_mean``
-        describe ``pi_theta/pi_old``. On the token path the elements are the valid tokens, and ``pg_clipfrac_dual`` is
-        the share that the dual clip bounds (verl's ``pg_clipfrac_lower``). Without a valid element every ratio is 1.
+        describe ``pi_theta/pi_old``; ``velocity_norm`` and ``ref_velocity_norm``, where velocities were given, are root
+        mean squares over the latent dimensions of the kept elements. On the token path the elements are the valid
+        tokens, and ``pg_clipfrac_dual`` is the share that the dual clip bounds (verl's ``pg_clipfrac_lower``). Without
+        a valid element every ratio is 1.
         """
         *sums, minus_least, most = torch.cat([self.sums, self.extremes]).tolist()
         total = dict(zip(self.names, sums, strict=True))
@@ -126,6 +135,8 @@ class LossMetrics:
         mean, least, most = (total["ratio"] / n, -minus_least, most) if total["elements"] else (1.0, 1.0, 1.0)
         dual = {"actor/pg_clipfrac_dual": total["dual_clipped"] / n} if "dual_clipped" in total else {}
         denominator = total["denominator"] if total["denominator"] > 0 else 1.0
+        at_least_one = max(total["kept"], 1.0)
+        norms = {f"actor/{n}": math.sqrt(total[n] / at_least_one) for n in VELOCITY_NORMS if n in total}
         return {
             "actor/pg_loss": total["loss"] / denominator,
             "actor/kept_fraction": total["kept"] / n,
@@ -140,6 +151,7 @@ class LossMetrics:
             "actor/ratio_min": least,
             "actor/ratio_max": most,
             "actor/kl_loss": total["kl_loss"] / denominator,
+            **norms,
         }
 
 
@@ -172,7 +184,14 @@ def loss_sums(inputs: LossInputs) -> LossSums:
         kl_sum = inputs.aggregation.loss_sum(inputs.reference_kl, keep, scale_factor)
         total = policy_sum + inputs.config.kl_loss_coef * kl_sum
     metrics = LossMetrics.of(
-        policy, terms, inputs.limits, loss_sum=policy_sum, denominator=denominator, kl_sum=kl_sum, valid=inputs.valid
+        policy,
+        terms,
+        inputs.limits,
+        loss_sum=policy_sum,
+        denominator=denominator,
+        kl_sum=kl_sum,
+        valid=inputs.valid,
+        velocity_squares=inputs.velocity_squares,
     )
     return LossSums(total, denominator, metrics, inputs.correction)
 

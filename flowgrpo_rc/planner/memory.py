@@ -165,6 +165,7 @@ class MemoryPlan:
             "LoRA": lora,
             "AdamW's two moments": 2 * lora,
             "average of the LoRA": lora if run.actor.ema_decay is not None else 0,
+            "reference LoRA of the KL": lora if run.actor.use_kl_loss and run.actor.kl_reference == "start" else 0,
             "engine's LoRA": self._lora(run.rollout.dtype) if in_process else 0,
             "VAE": sizes.vae,
         }

@@ -62,12 +62,14 @@ def save_run(run: "Run", store: "CheckpointStore", step: int, states: Sequence[d
         "rejection_bands": run.rejection_bands,
         "guard": run.guard,
     }
+    # Its file may be gone by the time of a resume, or another.
+    start = {} if run.actor.start is None else {"start": run.actor.start}
     # One file for all tensors: a checkpoint cannot mix two saves.
     tensors = {name: part.state_dict() for name, part in parts.items() if part is not None}
     store.save(
         step,
         {"step": step, "sampler": run.sampler.state_dict(batches=step), "fingerprint": run.fingerprint},
-        {**tensors, "random": list(states), "older_adapters": run.adapter.older},
+        {**tensors, **start, "random": list(states), "older_adapters": run.adapter.older},
         lambda folder: save_lora(run.model, run.actor.transformer, folder),
     )
 
@@ -149,6 +151,8 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
         actor.load_adapter(source)
         actor.load_optimizer(tensors["optimizer"]["state"], tensors["lr_scheduler"]["last_epoch"])
         actor.load_average(tensors.get("average"))
+        if "start" in tensors:
+            actor.load_start(tensors["start"])
         for name in ("clip_bands", "rejection_bands", "guard"):
             part = getattr(run, name)
             # Runs without ``auto`` have calibrated nothing; the guard's state is in every checkpoint.

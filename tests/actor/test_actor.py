@@ -338,7 +338,8 @@ def test_a_compiled_actor_makes_the_same_update(tiny_model, monkeypatch, backend
     gradients = []
     rollouts = []
     for model, compiled in ((tiny_model, False), (load_model("asset:tiny_qwen_image"), True)):
-        setup = Setup(model, lora=dataclasses.replace(LORA, torch_compile=compiled))
+        kl = {"use_kl_loss": True, "kl_loss_type": "velocity", "kl_reference": "average", "ema_decay": 0.9}
+        setup = Setup(model, lora=dataclasses.replace(LORA, torch_compile=compiled), kl_loss_coef=0.1, **kl)
         blocks = setup.actor.transformer.transformer_blocks
         assert {block._compiled_call_impl is not None for block in blocks} == {compiled}
         rollouts.append(setup.batch[Key.ROLLOUT_LOG_PROBS])

@@ -46,6 +46,23 @@ def test_sections_may_be_mappings():
         (lambda: DiffusionActorConfig(ppo_epochs=0), "actor.ppo_epochs: got 0; give a number above 0"),
         (lambda: DiffusionActorConfig(ppo_micro_batch_rows=0), "actor.ppo_micro_batch_rows: got 0; give .* or null"),
         (lambda: DiffusionActorConfig(kl_loss_coef=-1.0), "actor.kl_loss_coef: got -1.0; give 0 or more"),
+        (
+            lambda: DiffusionActorConfig(use_kl_loss=True, kl_loss_type="mse"),
+            "actor.kl_loss_type: got 'mse'; choose one of gaussian, velocity",
+        ),
+        (
+            lambda: DiffusionActorConfig(use_kl_loss=True, kl_reference="old"),
+            "actor.kl_reference: got 'old'; choose one of base, start, average",
+        ),
+        (
+            lambda: DiffusionActorConfig(use_kl_loss=True, kl_reference="average"),
+            "actor.kl_reference: got average without ema_decay; set ema_decay=0.99, or kl_reference to base or start",
+        ),
+        (
+            lambda: DiffusionActorConfig(kl_reference="start"),
+            "actor.kl_reference: got start with use_kl_loss=false, which computes no KL; set use_kl_loss=true",
+        ),
+        (lambda: DiffusionActorConfig(kl_loss_type="velocity"), "actor.kl_loss_type: got velocity with use_kl_loss="),
         (lambda: DiffusionActorConfig(ema_decay=1.0), "actor.ema_decay: got 1.0; give a number between 0 and 1 or"),
         (lambda: DiffusionActorConfig(ema_decay=0.0), "actor.ema_decay: got 0.0"),
         (lambda: DiffusionLossConfig(clip_ratio=0.0), "diffusion_loss.clip_ratio: got 0.0"),

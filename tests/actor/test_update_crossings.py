@@ -61,6 +61,9 @@ CASES = {
     "bands by step": config(ppo_micro_batch_size_per_gpu=2, loss={"clip_ratio": "auto"}),
     "decoupled": config(ppo_micro_batch_size_per_gpu=1, correction=MODES["decoupled"] | LEVELS["token"]),
     "KL and average": config(rows=1, use_kl_loss=True, kl_loss_coef=0.1, ema_decay=0.9),
+    "KL to the average": config(
+        rows=4, use_kl_loss=True, kl_loss_type="velocity", kl_reference="average", ema_decay=0.9
+    ),
     "means": config("grpo_guard", ppo_micro_batch_size_per_gpu=1, correction=MODES["decoupled"] | LEVELS["sequence"]),
 }
 

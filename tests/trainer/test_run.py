@@ -104,9 +104,18 @@ def test_final_lora_draws_the_actors_image_in_plain_diffusers(small_config):
     assert not np.array_equal(base, trained)
 
 
-def test_resumed_run_equals_an_uninterrupted_one(small_config):
-    """Six steps in one go, and three, stop, three; the average of the adapter too, with the decay that is given now."""
+@pytest.mark.parametrize("reference", ["start", "average"])
+def test_resumed_run_equals_an_uninterrupted_one(small_config, finished_run, reference):
+    """Six steps in one go, and three, stop, three; the average of the adapter too, with the decay that is given now.
+    The KL's reference is the adapter that the run started from, whose folder the resumed run has no more, or the
+    average."""
     settings = ("trainer.total_training_steps=6", "trainer.test_freq=2", "actor_rollout_ref.actor.ema_decay=0.9")
+    settings += ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=1.0")
+    settings += (f"actor_rollout_ref.actor.kl_reference={reference}",)
+    gone = ()
+    if reference == "start":
+        settings += (f"actor_rollout_ref.model.lora_adapter_path={finished_run / 'lora'}",)
+        gone = ("actor_rollout_ref.model.lora_adapter_path=null",)
     whole = FlowGRPOTrainer(small_config(*settings, folder="whole")).fit().root
     auto = (*settings, "trainer.resume_mode=auto", "trainer.save_freq=3")
     first = FlowGRPOTrainer(small_config(*auto, folder="parts"))
@@ -114,13 +123,14 @@ def test_resumed_run_equals_an_uninterrupted_one(small_config):
     with pytest.raises(ConnectionError):
         first.fit()
     assert [r["step"] for r in rows_of(first.folder.root)] == [0, 1, 2, 3, 4]
-    second = FlowGRPOTrainer(small_config(*auto, folder="parts"))
+    second = FlowGRPOTrainer(small_config(*auto, *gone, folder="parts"))
     assert second.step == 3
     resumed = second.fit().root
     assert rows_of(resumed) == rows_of(whole)
+    assert rows_of(whole)[-1]["actor/kl_loss"] > 0
     for name in ("lora", "lora_ema"):
         assert same(adapter_of(resumed, name), adapter_of(whole, name))
-    other = small_config(*auto, "actor_rollout_ref.actor.ema_decay=0.25", folder="parts")
+    other = small_config(*auto, *gone, "actor_rollout_ref.actor.ema_decay=0.25", folder="parts")
     average = FlowGRPOTrainer(other).run.actor.average
     assert (average.decay, average.optimization_step) == (0.25, 12)
 

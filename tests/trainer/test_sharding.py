@@ -46,12 +46,14 @@ GATHER = "actor_rollout_ref.rollout.gather_weights=true"
 UNEQUAL = ("actor_rollout_ref.rollout.probe.images=3", "data.val_max_samples=3", "trainer.resume_mode=disable")
 """Numbers that do not divide by two processes."""
 FLOAT32 = ("actor_rollout_ref.rollout.dtype=float32",)
+TO_THE_BASE = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=velocity")
 BFLOAT16 = (
     "actor_rollout_ref.model.dtype=bfloat16",
     "actor_rollout_ref.rollout.dtype=bfloat16",
     "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0",
     "algorithm.rollout_correction.bypass_mode=false",
     "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.kl_reference=average",
     "actor_rollout_ref.actor.ema_decay=0.9",
     "actor_rollout_ref.model.enable_gradient_checkpointing=true",
 )
@@ -92,7 +94,10 @@ def gathers(folder, *overrides):
 
 def main(folder):
     found = {"resident": {}}
-    for name, settings, sharded in (("float32", FLOAT32, (SHARD, GATHER)), ("bfloat16", BFLOAT16, (SHARD,))):
+    for name, settings, sharded in (
+        ("float32", (*FLOAT32, *TO_THE_BASE), (SHARD, GATHER)),
+        ("bfloat16", BFLOAT16, (SHARD,)),
+    ):
         for kind, more in (("whole", ()), ("sharded", sharded)):
             trainer = trainer_of(folder / f"{name}_{kind}", *UNEQUAL, *settings, *more)
             base = base_parameters(trainer.run.model.transformer).values()
