@@ -114,7 +114,7 @@ def test_resumed_run_equals_an_uninterrupted_one(small_config, finished_run, ref
     settings += (f"actor_rollout_ref.actor.kl_reference={reference}",)
     gone = ()
     if reference == "start":
-        settings += (f"actor_rollout_ref.model.lora_adapter_path={finished_run / 'lora'}",)
+        settings += (f"actor_rollout_ref.model.lora_adapter_path={finished_run.lora}",)
         gone = ("actor_rollout_ref.model.lora_adapter_path=null",)
     whole = FlowGRPOTrainer(small_config(*settings, folder="whole")).fit().root
     auto = (*settings, "trainer.resume_mode=auto", "trainer.save_freq=3")
