@@ -144,10 +144,11 @@ class DiffusionActor:
         self.load_start(None)
 
     def load_adapter(self, folder: Path) -> None:
-        """Load LoRA weights that ``save_lora`` wrote, and start their moving average, if one is kept, from them. Raises
-        ``AdapterMismatchError`` if the file's adapter is not of this shape."""
+        """Load LoRA weights that ``save_lora`` wrote, for training to start from: moving average and ``start``, where
+        they are kept, begin with them. Raises ``AdapterMismatchError`` if the file's adapter is not of this shape."""
         load_lora(self.transformer, folder)
         self.load_average(None)
+        self.load_start(None)
 
     def load_average(self, state: dict[str, Any] | None) -> None:
         """Load the moving average, or start one from the current weights. The decay is always the configuration's."""

@@ -147,12 +147,13 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
     actor = run.actor
     try:
         run.sampler.load_state_dict(state["sampler"])
-        # The weight average starts from the adapter, so that the adapter comes first.
+        # A checkpoint without one is of a run with another reference; then the configuration's adapter is the start.
+        start = tensors.get("start", actor.start)
+        # Average and start begin with the adapter, so that the adapter comes first.
         actor.load_adapter(source)
         actor.load_optimizer(tensors["optimizer"]["state"], tensors["lr_scheduler"]["last_epoch"])
         actor.load_average(tensors.get("average"))
-        if "start" in tensors:
-            actor.load_start(tensors["start"])
+        actor.load_start(start)
         for name in ("clip_bands", "rejection_bands", "guard"):
             part = getattr(run, name)
             # Runs without ``auto`` have calibrated nothing; the guard's state is in every checkpoint.

@@ -190,7 +190,6 @@ class Run:
         )
         if parts.model.lora_adapter_path:
             self.actor.load_adapter(Path(parts.model.lora_adapter_path))
-            self.actor.load_start(None)
         self.adapter = AdapterSync(self.engine, self.actor, parts.rollout.staleness, parts.rollout.ahead)
 
 
