@@ -39,9 +39,9 @@ ACTOR = "actor_rollout_ref.actor"
 FREE: Overrides = {f"{ROLLOUT}.val_kwargs.pipeline.true_cfg_scale": SCALE}
 
 
-def velocity_kl(coefficient: float, kind: str = "velocity") -> Overrides:
-    """Training without guidance, with this KL to the base."""
-    kl = {"use_kl_loss": True, "kl_loss_type": kind, "kl_loss_coef": coefficient}
+def velocity_kl(coefficient: float) -> Overrides:
+    """Training without guidance, with a KL on velocities to the base."""
+    kl = {"use_kl_loss": True, "kl_loss_type": "velocity", "kl_loss_coef": coefficient}
     return FREE | {f"{ACTOR}.{key}": value for key, value in kl.items()}
 
 
@@ -137,9 +137,38 @@ def main() -> int:
     return 1 if failed else 0
 
 
+HEADER = (
+    "| training | validation reward by seed | read right without guidance | read right with guidance | sharpness | "
+    "velocity | rows |\n|---|---|---|---|---|---|---|"
+)
+
+
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """A row for each setting: means over its seeds."""
-    return ""
+    """A row for each setting: the reward of each seed, and means over the seeds."""
+    lines = [HEADER]
+    for setting, group in runs.items():
+        held_out = ", ".join(f"{run['final_held_out']:.2f}" for run in group if "final_held_out" in run)
+        first = next((run["held_out"]["0"] for others in runs.values() for run in others if "held_out" in run), 0.0)
+        read = [
+            " / ".join(
+                f"{fmean(run['drawn'][f'scale {scale:g}'][name] for run in group):.2f}"
+                for name in ("reward_engine_exact", "tesseract_exact")
+            )
+            for scale in SCALES
+        ]
+        sharpness = fmean(run["drawn"][f"scale {SCALE:g}"]["gradient"] for run in group)
+        moved = [run["velocity_norm_last"] / run["velocity_norm_first"] for run in group if "velocity_norm_last" in run]
+        without, with_gradient = rows_per_image(setting)
+        cells = [
+            f"`{setting}`",
+            held_out or f"{first:.2f}",
+            *read,
+            f"{sharpness:.4f}",
+            f"{fmean(moved):.3f}" if moved else "",
+            f"{without} + {with_gradient}" if moved else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
