@@ -205,6 +205,8 @@ def test_a_scorer_of_verl_omnis_that_is_there_is_used_as_it_is(tmp_path):
           f"{A}.optim.lr_warmup_steps_ratio=0.1"],
          [f"{A}.optim.lr_scheduler_type=constant_with_warmup", f"{A}.optim.lr_warmup_steps_ratio=0.1"]),
         ([f"{A}.optim.lr_warmup_steps=null"], []),
+        *(([f"{A}.use_kl_loss=true", f"{A}.kl_loss_type={kind}"], [f"{A}.use_kl_loss=true"])
+          for kind in ("kl", "low_var_kl", "null")),
         (["trainer.total_training_steps=-1"], ["trainer.total_training_steps=null"]),
         (["trainer.resume_mode=enable"], ["trainer.resume_mode=auto"]),
         (["trainer.logger=console"], ["trainer.logger=[console]"]),

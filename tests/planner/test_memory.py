@@ -108,6 +108,9 @@ def test_an_average_and_a_copy_are_counted(run, plan):
     lora = 4 * plan.sizes.lora_parameters
     averaged = plan.memory(changed(run, actor__ema_decay=0.9), 1)
     assert averaged.resident["average of the LoRA"] == lora
+    held = plan.memory(changed(run, actor__use_kl_loss=True, actor__kl_reference="start"), 1)
+    assert held.resident["reference LoRA of the KL"] == lora
+    assert "reference LoRA of the KL" not in averaged.resident
     rounded = plan.memory(run.with_rollout(quantization="fp8"), 1)
     assert rounded.resident["engine's own copy of the transformer"] == plan.sizes.transformer
     own_process = plan.memory(run.with_rollout(name="vllm_omni"), 1)
