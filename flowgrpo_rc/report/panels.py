@@ -3,17 +3,26 @@
 To show a new metric, add a ``Line`` to a panel of ``PANELS``, or a panel.
 """
 
+from itertools import product
 from typing import Any
 
 from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS
 from flowgrpo_rc.report.checks_gap import GAP
+from flowgrpo_rc.report.checks_images import (
+    HACKING_LIMITS,
+    PROMPT_SHARE,
+    SCALES,
+    factors,
+    functions,
+    observers,
+)
 from flowgrpo_rc.report.finding import number
-from flowgrpo_rc.report.history import REWARD, WINDOW, History
-from flowgrpo_rc.report.panel import GREEN, LIMIT_STYLE, ORANGE, RED, SOFT, Level, Line, Panel, TimestepPanel
+from flowgrpo_rc.report.history import REWARD, WINDOW, History, Series
+from flowgrpo_rc.report.panel import BLUE, GREEN, LIMIT_STYLE, ORANGE, RED, SOFT, Level, Line, Panel, TimestepPanel
 from flowgrpo_rc.report.timeline import TimelinePanel
-from flowgrpo_rc.rewards.registry import STATISTICS
 
 THIN: dict[str, Any] = {"linewidth": 1}
+DASHED: dict[str, Any] = {"linewidth": 1, "linestyle": "--"}
 FAINT: dict[str, Any] = {"linewidth": 1, "alpha": 0.4}
 POINTS: dict[str, Any] = {"marker": "o", "markersize": 4}
 # Line styles of the rewards that a total is made of; of more than so many, the later ones are left out.
@@ -29,7 +38,7 @@ CLIP_LINES = (
 
 def _reward_lines(history: History) -> list[Line]:
     """Training reward with its running mean, its parts if there are several, and the held-out reward."""
-    parts = _functions(history, "reward/")
+    parts = functions(history, "reward/")
     lines = [
         Line(REWARD, "training", name="training reward", key=True, style=FAINT),
         Line(REWARD, "running mean", name="", smooth=True),
@@ -44,22 +53,30 @@ def _reward_lines(history: History) -> list[Line]:
 
 def _observer_lines(history: History) -> list[Line]:
     """Held-out scores of rewards that the run was not trained on."""
-    trained = {name.removeprefix("reward/") for name in _functions(history, "reward/")}
-    # After a validation before the first step, nothing shows yet which of them are trained on.
-    if not trained:
-        return []
-    names = [name for name in _functions(history, "val/reward/") if name.removeprefix("val/reward/") not in trained]
     return [
         Line((name,), name.removeprefix("val/reward/"), ORANGE, key=True, style={**POINTS, "linestyle": dashes})
-        for name, dashes in zip(names, PART_STYLES, strict=False)
+        for name, dashes in zip(observers(history), PART_STYLES, strict=False)
     ]
 
 
-def _functions(history: History, prefix: str) -> list[str]:
-    """The metrics under a prefix that are the mean of one reward function."""
-    names = {name: name.removeprefix(prefix) for name in history.names if name.startswith(prefix)}
-    # Names with a slash are of timesteps or of a reward's own metrics.
-    return [name for name, function in names.items() if function not in STATISTICS and "/" not in function]
+class FactorLine(Line):
+    """A statistic of the images as a multiple of its start."""
+
+    def series(self, history: History) -> Series | None:
+        series = super().series(history)
+        return None if series is None else factors(series)
+
+
+IMAGE_LINES = tuple(
+    FactorLine((metric,), metric.removeprefix("images/").replace("_", " "), color, style=style)
+    for metric, (color, style) in zip(SCALES, product((BLUE, ORANGE, GREEN, SOFT), (THIN, DASHED)), strict=True)
+)
+
+
+def _drift_levels(_: History) -> list[Level]:
+    high = HACKING_LIMITS["image_drift"].high or 1.0
+    sides = {"above": high, "below": 1 / high}
+    return [Level(value, f"watch {side} {number(value)}", ":") for side, value in sides.items()]
 
 
 def _gap_lines(history: History) -> list[Line]:
@@ -123,6 +140,21 @@ PANELS: tuple[Panel, ...] = (
         unit="held-out score",
         lines=_observer_lines,
         caption="Falling while the held-out reward climbs: the reward is being gamed.",
+    ),
+    Panel(
+        title="Images against their start",
+        unit="factor since the start",
+        scale="log",
+        lines=IMAGE_LINES,
+        levels=_drift_levels,
+        caption="Around 1; one that leaves the band while the reward climbs: the reward is being gamed.",
+    ),
+    Panel(
+        title="Images depend on their prompts",
+        unit="share of the variance",
+        lines=(Line((PROMPT_SHARE,), "explained by the prompt"),),
+        levels=(Level(0),),
+        caption="Climbs with honest learning; falling while the reward climbs: prompts are being ignored.",
     ),
     Panel(
         title="Clipped samples",

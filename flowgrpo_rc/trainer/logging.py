@@ -9,6 +9,8 @@ from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.correction.options.explanation import in_force
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.report.checks_gap import GAP
+from flowgrpo_rc.report.checks_images import HACKING_CHECKS
+from flowgrpo_rc.report.finding import OK
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import closing_table
 from flowgrpo_rc.run_folder import RunFolder
@@ -46,11 +48,15 @@ class RunLogger:
         self._console = Console(quiet=quiet, highlight=False, markup=False, emoji=False)
         self._progress: Any = None
         self._task: Any = None
+        self._settings: dict[str, Any] = {}
+        self._said: set[tuple[str, str]] = set()
+        """Check and level of the findings of reward hacking that were printed."""
 
     def start(self, first_step: int, config: FlowGRPOConfig) -> None:
         """Open trackers and the progress bar."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        self._settings = config.to_dict()
         others = [name for name in self._trackers if name != "console"]
         if others:
             try:
@@ -105,9 +111,19 @@ class RunLogger:
         if self._progress is not None:
             self._progress.update(self._task, completed=step, note=note)
         # Without a bar, about twenty lines per run and one per validation.
-        is_due = self._progress is None and step % max(1, self._total // 20) == 0
-        if is_due or "val/reward/mean" in metrics:
+        is_due = step % max(1, self._total // 20) == 0
+        if (is_due and self._progress is None) or "val/reward/mean" in metrics:
             self.say(f"step {step}/{self._total}  {note}")
+        if is_due and self._main:
+            self._warn_of_hacking(step)
+
+    def _warn_of_hacking(self, step: int) -> None:
+        """Print a line once when a check for reward hacking leaves its healthy range, and when it is a problem."""
+        history = History(self._folder.rows(), self._settings)
+        for finding in filter(None, (check.run(history) for check in HACKING_CHECKS)):
+            if finding.level != OK and (finding.check, finding.level) not in self._said:
+                self._said.add((finding.check, finding.level))
+                self.alert(f"step {step}: {finding.level}: {finding.measured}. {finding.advice}")
 
     def summary(self, history: History, files: list[str]) -> None:
         """Print the closing table, with the findings about the run and the files to open next."""

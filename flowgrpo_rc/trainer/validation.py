@@ -52,8 +52,12 @@ class Validation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means over all images as ``val/reward/...``, and their statistics as ``val/images/...``."""
-        rewards = {name: float(np.mean([one[name] for one in self.rewards])) for name in self.rewards[0]}
+        """Means over all images as ``val/reward/...``, deviations of the scores of whole functions too, and their
+        statistics as ``val/images/...``."""
+        scores = {name: np.array([one[name] for one in self.rewards]) for name in self.rewards[0]}
+        rewards = {name: float(values.mean()) for name, values in scores.items()}
+        whole = [name for name in scores if name != "mean" and "/" not in name]
+        rewards |= {f"std/{name}": float(scores[name].std()) for name in whole}
         images = summary(self.statistics, self.thumbnails, np.arange(len(self.rewards)) % self.prompts)
         return {f"val/reward/{n}": v for n, v in rewards.items()} | {f"val/images/{n}": v for n, v in images.items()}
 

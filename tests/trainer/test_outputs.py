@@ -196,3 +196,14 @@ def test_an_edit_stands_behind_its_reference(tmp_path):
         y, x = 8 + 26 + (i // 2) * (96 + 34 + 8) + 10, 8 + (i % 2) * (96 + 50 + 8)
         assert tuple(picture[y, x + 10]) == (reference, reference, 255)
         assert tuple(picture[y, x + 50 + 10]) == (255, 0, 0)
+
+
+def test_a_run_that_is_hacked_is_named_once(tmp_path, capsys):
+    folder = RunFolder.open(str(tmp_path / "run"), fresh=False)
+    logger = RunLogger(folder, OneProcess(), ["console"], total_steps=80)
+    for step in range(1, 60):
+        contrast = 0.3 if step < 20 else 0.08
+        logger.log(step, {"reward/mean": 0.01 * step, "images/contrast": contrast, "actor/loss": 0.0})
+    lines = [line for line in capsys.readouterr().out.splitlines() if "images/contrast" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("step 28: watch: images/contrast went from 0.3 (steps 1-8) to ")

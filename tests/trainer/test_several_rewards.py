@@ -89,6 +89,10 @@ def test_scorers_that_only_look_are_logged_and_learned_from_nowhere(small_config
     name = "val/reward/jpeg_compressibility"
     assert [name in row for row in runs["observed"]] == ["val/reward/mean" in row for row in runs["observed"]]
     assert all(row.pop(name) < 0 for row in runs["observed"] if name in row)
+    deviations = [
+        row.pop("val/reward/std/jpeg_compressibility") for row in runs["observed"] if "val/reward/mean" in row
+    ]
+    assert min(deviations) > 0
     assert untimed(runs["plain"]) == untimed(runs["observed"])
     lines = (scorers.parent / "observed_images" / "step_00002" / "images.jsonl").read_text().splitlines()
     assert all({"jpeg_compressibility", "compute_score"} == set(json.loads(line)["rewards"]) for line in lines)
