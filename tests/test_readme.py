@@ -9,6 +9,9 @@ import yaml
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.cli.main import _parse
+from flowgrpo_rc.loss import OBJECTIVES
+from flowgrpo_rc.models.registry import FAMILIES
+from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -80,3 +83,43 @@ def test_results_are_json_with_their_machine():
     for path in results.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             assert "commit" in json.dumps(json.loads(line)), path
+
+
+def test_the_table_of_models_is_that_of_the_registries():
+    """Every family is in one row of the kinds of references that it takes, and vLLM-Omni is named where it draws it."""
+    names = {
+        "QwenImagePipeline": "Qwen-Image",
+        "QwenImageEditPipeline": "Qwen-Image-Edit",
+        "QwenImageEditPlusPipeline": "-Edit-Plus",
+        "FluxPipeline": "FLUX.1",
+        "FluxKontextPipeline": "FLUX.1-Kontext",
+        "Flux2Pipeline": "FLUX.2",
+        "Flux2KleinPipeline": "FLUX.2",
+        "StableDiffusion3Pipeline": "SD3.5",
+        "ZImagePipeline": "Z-Image",
+        "WanPipeline": "Wan",
+        "Lumina2Pipeline": "Lumina 2",
+        "CogView4Pipeline": "CogView4",
+        "ChromaPipeline": "Chroma",
+        "AuraFlowPipeline": "AuraFlow",
+        "BriaPipeline": "BRIA",
+        "SanaPipeline": "Sana",
+    }
+    assert set(names) == set(FAMILIES)
+    section = README.partition("## Models, objectives, engines")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in section.splitlines() if "diffusers" in row]
+    for family, name in names.items():
+        kinds = [
+            kind for kind, takes in zip(("text", "text and images"), _kinds(FAMILIES[family]), strict=True) if takes
+        ]
+        for kind in kinds:
+            (engines,) = [engines for models, drawn_from, engines in rows if name in models and drawn_from == kind]
+            assert ("vLLM-Omni" in engines) == (family in PIPELINES), family
+    assert all(title in section for title in ("Flow-GRPO", "DanceGRPO", "GRPO-Guard", "Flow-DPPO"))
+    assert len(OBJECTIVES) == 4
+
+
+def _kinds(family):
+    """Whether it draws from a text alone, and from a text with images."""
+    fewest, most = family.images
+    return fewest == 0, most > 0
