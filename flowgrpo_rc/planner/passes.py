@@ -230,12 +230,14 @@ class Passes:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
         state = self._state(rows)
-        mean, log_probs = self._policy(state, detached=detached)
-        # The real loss adds a few scalars per row; any scalar has the same backward pass.
-        loss = log_probs.sum()
+        other = None
         if reference:
             with torch.no_grad(), adapter_active(self.transformer, None):
                 other, _ = self._policy(state, detached=detached)
+        mean, log_probs = self._policy(state, detached=detached)
+        # The real loss adds a few scalars per row; any scalar has the same backward pass.
+        loss = log_probs.sum()
+        if other is not None:
             loss = loss + (mean - other).square().sum()
         live.enter(_BACKWARD)
         loss.backward()
