@@ -21,6 +21,7 @@ PAGES = (
     "../README.md",
     "recipes.md",
     "troubleshooting.md",
+    "reward_hacking.md",
     "clusters.md",
     "weights.md",
     "editing.md",
