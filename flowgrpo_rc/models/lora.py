@@ -20,6 +20,8 @@ from flowgrpo_rc.models.config import ALL_LINEAR, ModelConfig
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The adapter's file in a folder that diffusers' ``load_lora_weights`` takes."""
+CARD_FILE = "README.md"
+"""The model card in such a folder."""
 METADATA_KEY = "lora_adapter_metadata"
 """Entry of the file's metadata where diffusers looks for peft's settings, as JSON."""
 START_FIELD = "actor_rollout_ref.model.lora_adapter_path"
@@ -263,9 +265,9 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
 
 
 def same_lora(one: Path, other: Path) -> bool:
-    """Two folders that ``save_lora`` wrote hold the same adapter and nothing else. The comparison is not byte for byte,
+    """Two folders hold the same adapter and nothing else but a model card. The comparison is not byte for byte,
     because the order of a file's entries is random."""
-    if not all([p.name for p in folder.iterdir()] == [ADAPTER_FILE] for folder in (one, other)):
+    if not all({p.name for p in folder.iterdir()} - {CARD_FILE} == {ADAPTER_FILE} for folder in (one, other)):
         return False
     try:
         (weights, settings), (others, other_settings) = read_adapter(one), read_adapter(other)

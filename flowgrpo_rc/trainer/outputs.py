@@ -4,7 +4,7 @@ None of it is worth losing a run: an output that cannot be written is reported, 
 the run then names it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.models.lora import ADAPTER_FILE, same_lora, save_lora
+from flowgrpo_rc.models.lora import ADAPTER_FILE, CARD_FILE, same_lora, save_lora
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import stack_pictures, write_plots
 from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.run_folder import RunFolder, RunFolderError, write_whole
 from flowgrpo_rc.trainer.dumps import ImageDump, ScoredImage
+from flowgrpo_rc.trainer.model_card import model_card
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, image_numbers
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.validation import save_grid
@@ -92,13 +94,14 @@ class RunOutputs:
             self._folder.append_to_timeline(line)
 
     def adapters(self, run: Run) -> list[Path]:
-        """Write the final adapter, and its average if there is one; returns the files written."""
+        """Write the final adapter, and its average if there is one, with model cards; returns the files written."""
         average = run.actor.averaged_state()
+        rows = self._folder.rows()
         written: list[Path] = []
         for folder in [self._folder.lora, *([] if average is None else [self._folder.lora_ema])]:
-            state = average if folder == self._folder.lora_ema else None
-            # At full strength: other programs do not read ``lora_alpha`` from the metadata.
-            write = partial(save_lora, run.model, run.actor.transformer, state=state, full_strength=True)
+            averaged = folder == self._folder.lora_ema
+            card = model_card(run.config, run.model, rows, len(run.train_prompts), averaged=averaged)
+            write = partial(_save, run, average if averaged else None, card)
             with self.attempt(f"{folder}/"):
                 for moved in self._folder.replace_folder(folder, write, same_lora):
                     self._alert(f"Moved aside in {self._folder.root}: {moved}")
@@ -133,3 +136,9 @@ class RunOutputs:
             raise RunFolderError(
                 f"trained to step {step}, but could not write {lost}. Kept: {names}"
             ) from self.unwritten[0][1]
+
+
+def _save(run: Run, state: Mapping[str, Tensor] | None, card: str, folder: Path) -> None:
+    # At full strength: other programs do not read ``lora_alpha`` from the metadata.
+    save_lora(run.model, run.actor.transformer, folder, state, full_strength=True)
+    (folder / CARD_FILE).write_text(card, encoding="utf-8")
