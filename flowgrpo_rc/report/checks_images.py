@@ -62,9 +62,12 @@ def shift(series: Series) -> tuple[float, float]:
 
 
 def has_climbed(history: History) -> bool:
-    """Return true if the training reward is above its start, beyond its scatter."""
-    change, error = shift(history.whole(*REWARD, least=START + WINDOW))
-    return change > SIGNIFICANT * error
+    """Return true if the last third of the training reward is above the first, beyond its scatter."""
+    rewards = history.whole(*REWARD, least=START + WINDOW)
+    first = rewards.part(0, max(START, len(rewards) // 3))
+    last = rewards.part(-max(WINDOW, len(rewards) // 3), len(rewards))
+    error = scatter(rewards.values) * math.sqrt(1 / len(first) + 1 / len(last))
+    return last.mean - first.mean > SIGNIFICANT * error
 
 
 def image_drift(history: History) -> Measurement | None:
@@ -133,9 +136,8 @@ def observers(history: History) -> list[str]:
 
 
 def observer_fall(history: History) -> Measurement | None:
-    """The largest fall of an observer's held-out score from its start, while the held-out reward climbed."""
-    rewards = history.whole("val/reward/mean", least=2 * FEW)
-    climbed = rewards.part(-FEW, len(rewards)).mean > rewards.part(0, FEW).mean
+    """The largest fall of an observer's held-out score from its start, while the training reward climbed."""
+    climbed = has_climbed(history)
     found = []
     for name in observers(history):
         series = history.series(name)
@@ -151,8 +153,7 @@ def observer_fall(history: History) -> Measurement | None:
     if not found:
         return None
     value, _, series, says = max(found, key=lambda one: one[:2])
-    ending = "climbed meanwhile" if climbed else "has not climbed"
-    return Measurement(value, series.metric, series.span, f"{says}; the held-out reward {ending}")
+    return Measurement(value, series.metric, series.span, f"{says}{_meanwhile(climbed)}")
 
 
 HACKING_LIMITS = {

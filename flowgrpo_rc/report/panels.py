@@ -139,7 +139,7 @@ PANELS: tuple[Panel, ...] = (
         title="Scorers that only look",
         unit="held-out score",
         lines=_observer_lines,
-        caption="Falling while the held-out reward climbs: the reward is being gamed.",
+        caption="Falling while the reward climbs: the reward is being gamed.",
     ),
     Panel(
         title="Images against their start",

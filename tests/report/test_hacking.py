@@ -128,18 +128,18 @@ def test_scatter_alone_raises_few_alarms():
     assert alarms["prompt_share"] <= 10
 
 
-def evaluated(scores, climbs=True, std=0.4, **names):
+def evaluated(scores, climb=0.01, std=0.4):
     """Rows with an evaluation every five steps; ``scores`` are the observer's."""
-    rows = history(5 * len(scores), **names)
+    rows = history(5 * len(scores), climb)
     for i, score in enumerate(scores):
         row = rows[5 * i]
-        row |= {"val/reward/mean": 0.2 + 0.1 * i * climbs, "val/reward/own": 0.0, "val/reward/other": score}
+        row |= {"val/reward/mean": 0.2, "val/reward/own": 0.0, "val/reward/other": score}
         if std:
             row["val/reward/std/other"] = std
     return rows
 
 
-def test_an_observer_that_falls_while_the_held_out_reward_climbs():
+def test_an_observer_that_falls_while_the_reward_climbs():
     # From 0.5 on, by 0.15 and by 0.5 deviations of 0.4: to 0.44 and to 0.3.
     for end, level in ((0.445, "ok"), (0.43, "watch"), (0.29, "problem"), (0.9, "ok")):
         rows = evaluated([0.5] * 10 + [end] * 2)
@@ -147,7 +147,7 @@ def test_an_observer_that_falls_while_the_held_out_reward_climbs():
     # Three evaluations are too few.
     assert "observer_fall" not in levels(evaluated([0.5, 0.5, 0.1]))
     assert levels(evaluated([0.5, 0.5, 0.1, 0.1]))["observer_fall"] == "problem"
-    assert levels(evaluated([0.5, 0.5, 0.1, 0.1], climbs=False))["observer_fall"] == "ok"
+    assert levels(evaluated([0.5, 0.5, 0.1, 0.1], climb=0.0))["observer_fall"] == "ok"
     # Without deviations, in units of the score.
     assert findings(evaluated([0.5] * 10 + [0.35] * 2, std=None))["observer_fall"].value == pytest.approx(0.3)
     # A fall within the scatter of the evaluations.
