@@ -55,6 +55,7 @@ class RunFolder:
         self.lora = root / "lora"
         self.lora_ema = root / "lora_ema"
         self.lock: RunLock | None = None  # held by the process that writes the folder
+        self.beside: Path | None = None  # the folder that was asked for, if another run has it
 
     @classmethod
     def open(cls, root: str, *, fresh: bool, lock: bool = True) -> "RunFolder":
@@ -80,6 +81,7 @@ class RunFolder:
         named = path.resolve() if path.name in ("", "..") else path
         for number in count(1):
             folder = cls(path if number == 1 else Path(f"{named}-{number}"))
+            folder.beside = None if number == 1 else path
             try:
                 # Before the lock, which would for a moment refuse a run that wants to continue there.
                 if fresh and folder.is_used():

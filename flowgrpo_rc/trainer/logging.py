@@ -10,7 +10,7 @@ from flowgrpo_rc.correction.options.explanation import in_force
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.report.checks_gap import GAP
 from flowgrpo_rc.report.checks_images import HACKING_CHECKS
-from flowgrpo_rc.report.finding import OK
+from flowgrpo_rc.report.finding import OK, number
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.summary import closing_table
 from flowgrpo_rc.run_folder import RunFolder
@@ -80,6 +80,13 @@ class RunLogger:
         with surviving_console():
             self._console.print(text, soft_wrap=True)
 
+    def always(self, text: str) -> None:
+        """Print a line on the terminal of the main process, also without the tracker ``console``."""
+        if self._main and self._console.quiet:
+            with surviving_console():
+                print(text, flush=True)
+        self.say(text)
+
     def alert(self, text: str) -> None:
         """Print an important line; without the tracker ``console`` it is a warning."""
         if self._main and self._console.quiet:
@@ -126,8 +133,18 @@ class RunLogger:
                 self.alert(f"step {step}: {finding.level}: {finding.measured}. {finding.advice}")
 
     def summary(self, history: History, files: list[str]) -> None:
-        """Print the closing table, with the findings about the run and the files to open next."""
+        """Print the closing table, with the findings about the run and the files to open next; without the tracker
+        ``console`` one line."""
         self._stop_progress()
+        if self._console.quiet:
+            held_out = history.series("val/reward/mean")
+            reward = ""
+            if held_out is not None:
+                ends = dict.fromkeys((0, len(held_out) - 1))
+                reward = f"; held-out reward {' -> '.join(number(held_out.values[i]) for i in ends)}"
+            last = history.steps[-1] if history.steps else 0
+            self.always(f"Ended at step {last} of {self._total}{reward}; {self._folder.lora}")
+            return
         self._console.print(closing_table(history, title=f"Run {self._folder.root}"))
         self._console.print("Open next:")
         for file in files:

@@ -337,7 +337,12 @@ class FlowGRPOTrainer:
     def _announce(self) -> None:
         say = self.logger.say
         rc = self.mode.rollout_correction
-        for text in announcement(self.config, rc, self.folder.root, self.accelerator.num_processes):
+        where, *lines = announcement(self.config, rc, self.folder.root, self.accelerator.num_processes)
+        if self.folder.beside is not None:
+            where += f" ({self.folder.beside} holds another run; to continue that one, repeat the command with "
+            where += "trainer.resume_mode=auto)"
+        self.logger.always(where)
+        for text in lines:
             say(text)
         say(f"Prompts: {self.run.encoding}; in {self.run.store.folder}")
         if self.run.actor.recomputes:
