@@ -114,10 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     add_export_lora(commands)
     add_serve(commands)
 
-    prepare = add_command(commands, "prepare-data", "turn a known data set into parquet files")
-    prepare.add_argument("dataset", choices=["ocr"], help="ocr: train.txt and test.txt, a prompt a line")
-    prepare.add_argument("--input", required=True, help="folder of the data set")
-    prepare.add_argument("--output", required=True, help="folder for the parquet files")
+    prepare = add_command(commands, "prepare-data", "turn a known data set into prompt files")
+    names = ["ocr", "geneval", "geneval2", "drawbench", "partiprompts", "dpg"]
+    prepare.add_argument("dataset", choices=names, help="the data set; ocr is flow_grpo's train.txt and test.txt")
+    prepare.add_argument("--input", required=True, help="your copy of its repository; for all but ocr also its file")
+    prepare.add_argument("--output", required=True, help="folder for the prompt files")
     prepare.set_defaults(run=_prepare)
 
     explain = add_command(commands, "explain-config", "describe a rollout correction in words")
@@ -180,13 +181,17 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    from flowgrpo_rc.data import prepare_ocr
+    from flowgrpo_rc.data import prepare_ocr, prepare_prompts
 
     for option in ("input", "output"):
         # An unset variable of a shell script would fill the working folder.
         if not getattr(arguments, option):
             raise ValueError(f"--{option}: is empty; give a folder")
-    for file in prepare_ocr(arguments.input, arguments.output):
+    if arguments.dataset == "ocr":
+        files = prepare_ocr(arguments.input, arguments.output)
+    else:
+        files = prepare_prompts(arguments.dataset, arguments.input, arguments.output)
+    for file in files:
         print(f"{file.path}: {file.num_prompts} prompts ({file.split})")
     return 0
 

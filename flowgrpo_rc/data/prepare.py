@@ -53,12 +53,7 @@ def prepare_ocr(
 
     files = {split: Path(input_dir) / f"{split}.txt" for split in ("train", "test")}
     splits = {split: _load_split(file) for split, file in files.items() if split == "train" or file.exists()}
-    try:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{output_dir} cannot be made a folder ({reason(error)}); give another for the output"
-        ) from error
+    make_output(output_dir)
     written: list[PreparedFile] = []
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     for split, records in splits.items():
@@ -80,6 +75,14 @@ def prepare_ocr(
         os.replace(temporary, path)
         written.append(PreparedFile(path=path, split=split, num_prompts=len(rows)))
     return written
+
+
+def make_output(folder: str | PathLike[str]) -> None:
+    """Make the folder where files will be written; ``ValueError`` where it cannot be made."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be made a folder ({reason(error)}); give another for the output") from error
 
 
 def _load_split(path: Path) -> list[PromptRecord]:

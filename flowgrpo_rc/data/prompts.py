@@ -111,6 +111,11 @@ def _text_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
 
 
 def _json_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
+    return (row_record(row, prompt_key, source) for source, row in json_rows(path))
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines, each with its place; a line that is none raises ``ValueError``."""
     for source, line in _lines(path):
         try:
             row = json.loads(line)
@@ -118,7 +123,7 @@ def _json_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
             raise ValueError(f"{source} is not JSON ({one_line(error, 120)}); write one object a line") from error
         if not isinstance(row, dict):
             raise ValueError(f"{source} is a JSON {type(row).__name__}; write one object a line")
-        yield _row_record(row, prompt_key, source)
+        yield source, row
 
 
 def _parquet_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
@@ -152,7 +157,7 @@ def _parquet_records(path: Path, prompt_key: str) -> Iterator[PromptRecord]:
                     f"{path} is damaged in rows {first} to {first + rows - 1} ({one_line(error, 200)}); copy it again"
                 ) from error
             for number, row in enumerate(found, start=first):
-                yield _row_record(row, prompt_key, f"{path}:{number}")
+                yield row_record(row, prompt_key, f"{path}:{number}")
             first += rows
 
 
@@ -164,8 +169,8 @@ READERS: dict[str, Callable[[Path, str], Iterator[PromptRecord]]] = {
 """Ending of a file's name -> reader of its prompts, given the path and the column that holds the prompt."""
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Each non-blank line, stripped, with its place: ``train.txt:3``."""
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, with ``\\n`` as line ends; a file that is none raises ``ValueError``."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -180,15 +185,21 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
         if content.startswith((b"\xff\xfe", b"\xfe\xff")):
             found = "but UTF-16"
         raise ValueError(f"{path} is not UTF-8 text {found}; save it as UTF-8") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Each non-blank line, stripped, with its place: ``train.txt:3``."""
     # str.splitlines would also break at separators inside a prompt. A byte order mark can stand inside a file, where
     # several were put together.
-    for number, line in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         stripped = line.lstrip("\ufeff").strip()
         if stripped:
             yield f"{path}:{number}", stripped
 
 
-def _row_record(row: Mapping[str, Any], prompt_key: str, source: str) -> PromptRecord:
+def row_record(row: Mapping[str, Any], prompt_key: str, source: str) -> PromptRecord:
+    """A row of a prompt file, checked; ``source`` names its place in a ``ValueError``."""
     _check_has(prompt_key, list(row), source)
     negative = row.get(NEGATIVE_KEY)
     return PromptRecord(
