@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from flowgrpo_rc.report.check import Check, Measurement, checks
-from flowgrpo_rc.report.checks_learning import SIGNIFICANT, scatter
+from flowgrpo_rc.report.checks_learning import SIGNIFICANT, reward_unit, scatter
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import REWARD, WINDOW, History, Series
 from flowgrpo_rc.rewards.registry import STATISTICS
@@ -62,12 +62,26 @@ def shift(series: Series) -> tuple[float, float]:
 
 
 def has_climbed(history: History) -> bool:
-    """Return true if the last third of the training reward is above the first, beyond its scatter."""
+    """Return true if the last third of the training reward is above the first, or the last evaluations above the first,
+    beyond their scatter."""
     rewards = history.whole(*REWARD, least=START + WINDOW)
     first = rewards.part(0, max(START, len(rewards) // 3))
     last = rewards.part(-max(WINDOW, len(rewards) // 3), len(rewards))
-    error = scatter(rewards.values) * math.sqrt(1 / len(first) + 1 / len(last))
-    return last.mean - first.mean > SIGNIFICANT * error
+    held_out = history.series("val/reward/mean")
+    return _is_above(last, first, scatter(rewards.values)) or (
+        # Evaluations repeat their prompts and noise, so that they scatter less.
+        held_out is not None
+        and len(held_out) >= 2 * FEW
+        and _is_above(
+            held_out.part(-FEW, len(held_out)),
+            held_out.part(0, FEW),
+            max(scatter(held_out.values), EVALUATION[0] * reward_unit(history, rewards)),
+        )
+    )
+
+
+def _is_above(last: Series, first: Series, deviation: float) -> bool:
+    return last.mean - first.mean > SIGNIFICANT * deviation * math.sqrt(1 / len(first) + 1 / len(last))
 
 
 def image_drift(history: History) -> Measurement | None:
@@ -109,7 +123,7 @@ def _ends(*parts: Series) -> str:
 
 
 def _meanwhile(climbed: bool) -> str:
-    return ", while the training reward climbed" if climbed else "; the training reward has not climbed"
+    return ", while the reward climbed" if climbed else "; the reward has not climbed"
 
 
 def functions(history: History, prefix: str) -> list[str]:
@@ -136,7 +150,7 @@ def observers(history: History) -> list[str]:
 
 
 def observer_fall(history: History) -> Measurement | None:
-    """The largest fall of an observer's held-out score from its start, while the training reward climbed."""
+    """The largest fall of an observer's held-out score from its start, while the reward climbed."""
     climbed = has_climbed(history)
     found = []
     for name in observers(history):

@@ -110,7 +110,7 @@ def test_without_a_climbing_reward_no_drift_is_an_alarm(climb):
     assert levels(rows) == {"image_drift": "ok", "prompt_share": "ok"}
     measured = findings(rows)["image_drift"].measured
     assert measured.startswith("images/contrast went from 0.3")
-    assert measured.endswith("the training reward has not climbed")
+    assert measured.endswith("the reward has not climbed")
 
 
 def test_a_start_and_an_end_are_needed():
@@ -128,12 +128,12 @@ def test_scatter_alone_raises_few_alarms():
     assert alarms["prompt_share"] <= 10
 
 
-def evaluated(scores, climb=0.01, std=0.4):
+def evaluated(scores, climb=0.01, std=0.4, held_out=0.0):
     """Rows with an evaluation every five steps; ``scores`` are the observer's."""
     rows = history(5 * len(scores), climb)
     for i, score in enumerate(scores):
         row = rows[5 * i]
-        row |= {"val/reward/mean": 0.2, "val/reward/own": 0.0, "val/reward/other": score}
+        row |= {"val/reward/mean": 0.2 + held_out * i, "val/reward/own": 0.0, "val/reward/other": score}
         if std:
             row["val/reward/std/other"] = std
     return rows
@@ -148,6 +148,9 @@ def test_an_observer_that_falls_while_the_reward_climbs():
     assert "observer_fall" not in levels(evaluated([0.5, 0.5, 0.1]))
     assert levels(evaluated([0.5, 0.5, 0.1, 0.1]))["observer_fall"] == "problem"
     assert levels(evaluated([0.5, 0.5, 0.1, 0.1], climb=0.0))["observer_fall"] == "ok"
+    # The held-out reward may show a climb before the training reward does.
+    for climb, level in ((0.1, "problem"), (-0.1, "ok")):
+        assert levels(evaluated([0.5] * 4 + [0.1] * 2, climb=0.0, held_out=climb))["observer_fall"] == level
     # Without deviations, in units of the score.
     assert findings(evaluated([0.5] * 10 + [0.35] * 2, std=None))["observer_fall"].value == pytest.approx(0.3)
     # A fall within the scatter of the evaluations.
