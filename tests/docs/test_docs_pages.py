@@ -42,6 +42,11 @@ def test_a_training_loop_of_your_own(tmp_path, monkeypatch):
     assert (tmp_path / "my_lora/pytorch_lora_weights.safetensors").is_file()
 
 
+def test_prompt_files(tmp_path, monkeypatch):
+    scope = run_page("prompt_files.md", tmp_path, monkeypatch, only=slice(0, 5))
+    assert scope["one"].metadata["reward_model"]["ground_truth"] == "open"
+
+
 def test_training_in_micro_batches_equals_the_whole_batch(tmp_path, monkeypatch):
     torch.manual_seed(0)
     scope = run_page("training.md", tmp_path, monkeypatch, only=slice(0, 1))
