@@ -103,11 +103,6 @@ def report(result: Any) -> str:
     advice = result.advice
     objective = OBJECTIVES[setting["loss_mode"]]
     mode = f"bypass, {setting['loss_type']}" if setting["bypass_mode"] else "decoupled"
-    limit = ""
-    if advice.limit_key is not None:
-        limit = f", {advice.limit_key}={advice.limit if advice.limit == 'auto' else format(advice.limit, 'g')}"
-        if setting["clip_sides"] and objective.clips:
-            limit += " with clip_ratio_low=null clip_ratio_high=null"
     quantized = f", {setting['quantization']} weights" if setting["quantization"] else ""
     lines = [
         f"Engine {setting['engine']} in {setting['rollout_dtype']}{quantized}; actor in {setting['actor_dtype']}; "
@@ -139,8 +134,8 @@ def report(result: Any) -> str:
         legend,
         f"Verdict: {advice.verdict.upper()} ({advice.because})",
         *(f"  - {reason}" for reason in advice.reasons),
-        f"Recommended: {advice.mode} mode{limit}; a rejection band that only outliers leave: "
-        f"rollout_rs=seq_mean_k1 rollout_rs_threshold={advice.rejection_band}",
+        f"{_recommended(result)}; a rejection band that only outliers leave: rollout_rs=seq_mean_k1 "
+        f"rollout_rs_threshold={advice.rejection_band}",
     ]
     if result.saved is not None:
         seconds = ", ".join(f"{name} {value:.2f} s" for name, value in result.seconds.items())
@@ -160,6 +155,23 @@ def _limit_words(setting: dict[str, Any], objective: Objective) -> str:
     if setting["clip_ratio"] == "auto":
         return f"clip band auto, 1 +- {low:.2g} to {high:.2g}"
     return "clip band " + (f"1 +- {low:g}" if low == high else f"1 - {low:g} to 1 + {high:g}")
+
+
+def _recommended(result: Any) -> str:
+    """The recommended mode and limit, beside the configured ones where these are safe."""
+    setting, advice = result.setting, result.advice
+    words = f"{advice.mode} mode"
+    # Compared as ``advise`` has compared them: a limit is recommended wider than the configured one, or as it is.
+    same = advice.limit in (None, "auto", min(setting["clip_band"]))
+    if advice.limit_key is not None:
+        words += f", {advice.limit_key}={advice.limit if advice.limit == 'auto' else format(advice.limit, 'g')}"
+        if setting["clip_sides"] and OBJECTIVES[setting["loss_mode"]].clips:
+            words += " with clip_ratio_low=null clip_ratio_high=null"
+    if not advice.safe:
+        return f"Recommended: {words}"
+    if (advice.mode == "bypass") != setting["bypass_mode"]:
+        return f"No change needed; {words} would do too"
+    return "No change needed" if same else f"No change needed; more headroom with {words}"
 
 
 def make_folder(root: Path) -> None:

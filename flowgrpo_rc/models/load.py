@@ -196,7 +196,7 @@ class PipelineLoader:
                 # Without torchvision, transformers' processors raise errors of several kinds.
                 raise UnsupportedModelError(
                     f"{FIELD}: {files.path} prepares reference images with a {part.class_name}, for which transformers "
-                    "needs torchvision; pip install 'flowgrpo_rc[edit]'"
+                    "needs torchvision; pip install '.[edit]' in a checkout"
                 ) from error
 
     def _read(self, parts: list[Part], shard: Callable[[nn.Module], None] | None = None) -> None:

@@ -259,7 +259,7 @@ def _check_trackers(names: list[str]) -> None:
     missing = [package for name in names if (package := LOGGERS[name]) and importlib.util.find_spec(package) is None]
     if missing:
         raise ImportError(
-            f"trainer.logger: {', '.join(missing)} is not installed; pip install 'flowgrpo_rc[trackers]' or "
+            f"trainer.logger: {', '.join(missing)} is not installed; pip install '.[trackers]' in a checkout, or "
             "leave it out"
         )
     # Without a key, wandb would ask at the terminal, which a job on a cluster does not have.

@@ -40,10 +40,12 @@ def test_the_command_gates_on_its_exit_code(probe, tmp_path):
     code, said, _ = probe("--images", "8", f"{CLIP}=0.01")
     assert code == 0
     assert "Verdict: SAFE (" in said
+    assert "No change needed" in said
     assert "0% of the samples lie outside clip_ratio=0.01 before anything is learned (0.0% to" in said
     code, said, _ = probe("--images", "4", f"{CLIP}=0.00001")
     assert code == 3
     assert "Verdict: NOT SAFE (" in said
+    assert "Recommended: bypass mode, clip_ratio=" in said
     assert "clip_ratio=1e-05 before anything is learned" in said
     saved = json.loads((tmp_path / "out" / "probe.json").read_text())
     assert saved["advice"]["safe"] is False
@@ -55,7 +57,24 @@ def test_the_command_gates_on_its_exit_code(probe, tmp_path):
     code, said, _ = probe("--images", "8", f"{CLIP}=auto")
     assert code == 0
     assert "clip band auto, 1 +- " in said
-    assert "Recommended: bypass mode, clip_ratio=auto;" in said
+    assert "No change needed; a rejection band" in said
+
+
+@pytest.mark.parametrize(
+    ("verdict", "mode", "bypass_mode", "limit", "says"),
+    [
+        ("safe", "bypass", True, 0.01, "No change needed"),
+        ("safe", "bypass", True, "auto", "No change needed"),
+        ("safe", "bypass", True, 0.05, "No change needed; more headroom with bypass mode, clip_ratio=0.05"),
+        ("safe", "bypass", False, 0.05, "No change needed; bypass mode, clip_ratio=0.05 would do too"),
+        ("not shown safe", "bypass", True, 0.05, "Recommended: bypass mode, clip_ratio=0.05"),
+        ("not safe", "decoupled", True, 0.01, "Recommended: decoupled mode, clip_ratio=0.01"),
+    ],
+)
+def test_a_safe_setting_needs_no_change(verdict, mode, bypass_mode, limit, says):
+    advice = SimpleNamespace(safe=verdict == "safe", mode=mode, limit_key="clip_ratio", limit=limit)
+    setting = {"clip_band": (0.01, 0.02), "clip_sides": False, "loss_mode": "flow_grpo", "bypass_mode": bypass_mode}
+    assert command._recommended(SimpleNamespace(advice=advice, setting=setting)) == says
 
 
 FP8_WINDOW_4 = (f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.algo.sde_window_size=4", f"{CLIP}=1e-3")

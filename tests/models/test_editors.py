@@ -165,5 +165,5 @@ def test_torchvision_is_named_where_a_processor_needs_it(folders, monkeypatch):
         PipelineLoader(str(folders / "plus"))
     assert str(caught.value) == (
         f"actor_rollout_ref.model.path: {folders / 'plus'} prepares reference images with a Qwen2VLProcessor, for "
-        "which transformers needs torchvision; pip install 'flowgrpo_rc[edit]'"
+        "which transformers needs torchvision; pip install '.[edit]' in a checkout"
     )

@@ -137,7 +137,7 @@ class RewardServer:
             from starlette.routing import Route
         except ImportError as error:
             raise ImportError(
-                f"serve-reward needs uvicorn and starlette ({error}); pip install 'flowgrpo_rc[serve]', or in an "
+                f"serve-reward needs uvicorn and starlette ({error}); pip install '.[serve]' in a checkout, or in an "
                 "environment without this package's other dependencies pip install uvicorn starlette"
             ) from error
         self._disconnected = ClientDisconnect
