@@ -31,18 +31,28 @@ def add_check_reward(commands: Any, default_config: str) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Check and print; returns the exit code."""
     from flowgrpo_rc.cli.compose import compose
+    from flowgrpo_rc.rewards.answer import RewardError
     from flowgrpo_rc.rewards.check.findings import Check, expectation, memory
     from flowgrpo_rc.rewards.mix import build_reward
 
-    config = _alone(arguments.name, compose(arguments.config_name, arguments.overrides, arguments.config_dir).reward)
+    whole = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
+    config = _alone(arguments.name, whole.reward)
+    own = arguments.name in config.own_functions()
+    # The columns that a function of the user's own reads are known from the prompt file alone.
+    rows = _first_rows(whole.data) if own else []
     # Before the reward is loaded: the difference is the reward's own.
     before = memory()
     start = time.perf_counter()
     reward = build_reward(config)
     loaded_s = time.perf_counter() - start
     try:
-        check = Check(reward, expectation(arguments.name, config), arguments.pictures)
+        check = Check(reward, expectation(arguments.name, config), arguments.pictures, rows)
         findings = check.run()
+    except RewardError as error:
+        if not own or rows:
+            raise
+        remedy = "if it reads columns of the prompt file, give data.train_files: the pictures get its first rows"
+        raise RewardError(f"{error}; {remedy}") from error
     finally:
         reward.close()
     print(config.in_words())
@@ -54,6 +64,16 @@ def run_command(arguments: argparse.Namespace) -> int:
     for where, peak in memory().items():
         print(f"  {'memory':14} {where}: {peak / 2**20:.0f} MiB at most, {before.get(where, 0) / 2**20:.0f} before it")
     return NEGATIVE if any(finding.as_expected is False for finding in findings) else 0
+
+
+def _first_rows(data: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Prompts and other columns of ``data.train_files``, as many as there are pictures; none without files."""
+    from flowgrpo_rc.data import file_list, load_prompts
+    from flowgrpo_rc.paths import resolve_asset
+
+    paths = [resolve_asset(path) for path in file_list("data", data.train_files)]
+    records = load_prompts(paths, prompt_key=data.prompt_key, max_samples=4) if paths else []
+    return [(record.prompt, record.metadata) for record in records]
 
 
 def _alone(name: str, config: RewardConfig) -> RewardConfig:

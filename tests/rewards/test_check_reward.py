@@ -203,3 +203,23 @@ def test_one_of_several_functions_is_checked_alone(tmp_path, capsys):
     others = ["reward.functions.ocr=1", "reward.val_functions.jpeg_compressibility=true", "reward.normalization=group"]
     assert main(["check-reward", "mine", f"reward.reward_functions.mine={entry}", *others]) == 0
     assert capsys.readouterr().out.startswith(f"1 x mine ({path})\n")
+
+
+def test_a_function_of_ones_own_gets_the_first_rows_of_the_prompt_file(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "prompt {i}", "target": {i}}}\n' for i in range(6)))
+    body = "return [row['target'] + 10 * (prompt == f\"prompt {row['target']}\") for prompt, row in zip(p, metadata)]"
+    path = write(tmp_path, f"def f(images, p, metadata):\n    {body}\n")
+    command = [
+        *("check-reward", "f", f"reward.custom_reward_function.path={path}", "reward.custom_reward_function.name=f"),
+    ]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "KeyError" in said
+    assert "give data.train_files: the pictures get its first rows" in said.strip().splitlines()[-1]
+    assert main([*command, f"data.train_files={prompts}"]) == 0
+    # Four pictures, and the two colours.
+    assert "range          10 to 13: not judged" in capsys.readouterr().out
+    prompts.write_text('{"prompt": "prompt 7", "target": 7}\n')
+    assert main([*command, f"data.train_files={prompts}"]) == 0
+    assert "range          17 to 17: not judged" in capsys.readouterr().out

@@ -49,7 +49,7 @@ def handles_of(rollout):
 
 def test_without_ray_one_line_names_the_extra(monkeypatch):
     monkeypatch.setattr(handle, "find_spec", lambda name: None)
-    words = r"placement=ray needs Ray, which is not installed: pip install '\.\[ray\]' in a checkout on .*placement=process$"
+    words = r"placement=ray needs Ray, which is not installed: pip install '\.\[ray\]' in a .*placement=process$"
     with pytest.raises(ImportError, match=words) as caught:
         handles_of(config())
     assert "\n" not in str(caught.value)

@@ -3,6 +3,7 @@
 Rewards that are not in the table of expectations are not judged.
 """
 
+import itertools
 import math
 import resource
 import sys
@@ -100,19 +101,27 @@ class Check:
         reward: a mix that holds it alone.
         expectation: its right behaviour; None for an unknown reward, whose findings are not judged.
         pictures: the set to use; None for the one that the reward is made for.
+        rows: prompts, with their other columns, that the pictures get in turn; by default their own.
 
     Attributes:
         first_call_s: time of the first call, which may load and compile.
         seconds_per_image: time of the second call, with the same ``batch`` images.
     """
 
-    def __init__(self, reward: RewardMix, expectation: Expectation | None, pictures: str | None = None) -> None:
+    def __init__(
+        self,
+        reward: RewardMix,
+        expectation: Expectation | None,
+        pictures: str | None = None,
+        rows: Sequence[tuple[str, dict[str, Any]]] = (),
+    ) -> None:
         (self.name,) = reward.functions
         self._reward = reward
         self._judges = expectation is not None
         self._expected = expectation or Expectation(order=PROMPT)
         self._set = pictures or self._expected.pictures
         self._scored: list[np.ndarray] = []
+        self._rows = rows
 
     def run(self) -> list[Finding]:
         """Score everything.
@@ -152,6 +161,9 @@ class Check:
 
     def _pairs(self, pictures: Sequence[Picture]) -> tuple[np.ndarray, list[str], list[dict[str, Any]]]:
         """Every picture with every prompt and its row, (N * N, H, W, 3), one picture after the other."""
+        if self._rows:
+            given = zip(pictures, itertools.cycle(self._rows), strict=False)
+            pictures = [replace(one, prompt=prompt, metadata=columns) for one, (prompt, columns) in given]
         images = np.stack([picture.image for picture in pictures for _ in pictures])
         prompts = [picture.prompt for _ in pictures for picture in pictures]
         return images, prompts, [self._row(picture) for _ in pictures for picture in pictures]

@@ -39,8 +39,8 @@ def check_cluster(rollout: RolloutConfig, share: Share) -> None:
     """
     if find_spec("ray") is None:
         raise ImportError(
-            f"{_HERE}.placement=ray needs Ray, which is not installed: pip install '.[ray]' in a checkout on every node, "
-            f"or set {_HERE}.placement=process"
+            f"{_HERE}.placement=ray needs Ray, which is not installed: pip install '.[ray]' in a checkout on every "
+            f"node, or set {_HERE}.placement=process"
         )
     if _address(rollout) is None and share.count > 1:
         field = f"{_HERE}.ray.address"
