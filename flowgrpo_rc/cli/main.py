@@ -135,6 +135,9 @@ def _train(arguments: argparse.Namespace) -> int:
         print(to_yaml(config), end="")
         return 0
     arguments.phase = LOADING
+    from flowgrpo_rc.models.parts import require_path
+
+    require_path(config.actor_rollout_ref.model.path)
     # Imports torch and diffusers, for which a refused setting should not wait.
     from flowgrpo_rc.trainer import FlowGRPOTrainer
 
@@ -149,6 +152,9 @@ def _encode(arguments: argparse.Namespace) -> int:
 
     config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
     arguments.phase = LOADING
+    from flowgrpo_rc.models.parts import require_path
+
+    require_path(config.actor_rollout_ref.model.path)
     from flowgrpo_rc.models import check_pipeline
     from flowgrpo_rc.trainer.encoding import check_numbers, fill_store, open_checked
     from flowgrpo_rc.trainer.setup import make_accelerator, prompt_sets, read_prompts

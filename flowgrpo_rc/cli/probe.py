@@ -60,6 +60,9 @@ def run_command(arguments: argparse.Namespace) -> int:
         # The folder is new, so there is nothing to resume; a path given by the user stays.
         if config.trainer.resume_mode == "auto":
             config.trainer.resume_mode = "disable"
+        from flowgrpo_rc.models.parts import require_path
+
+        require_path(config.actor_rollout_ref.model.path)
         from flowgrpo_rc.gap.probe import run_probe
         from flowgrpo_rc.trainer import FlowGRPOTrainer
 

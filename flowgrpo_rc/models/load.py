@@ -16,7 +16,7 @@ from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImageError, UnsupportedSchedulerError
 from flowgrpo_rc.models.digests import processor_digest, stored_network_digest, tokenizer_digest
-from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError
+from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError, require_path
 from flowgrpo_rc.models.prompts import pad
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
@@ -261,8 +261,7 @@ def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> Dif
 
 def _find(path: str) -> PipelineFiles:
     """The pipeline's folder, or of one on the hub its index alone."""
-    if not path:
-        raise UnsupportedModelError(f"{FIELD}: is empty; give a pipeline folder or hub name")
+    require_path(path)
     folder = Path(resolve_asset(path))
     if os.path.exists(folder):
         if not os.path.exists(folder / INDEX):

@@ -35,6 +35,12 @@ class UnsupportedModelError(ValueError):
     """The path is no diffusers pipeline of a supported family, or its files are missing or damaged."""
 
 
+def require_path(path: str) -> None:
+    """Raise ``UnsupportedModelError`` for no path. Commands call it before they import torch."""
+    if not path:
+        raise UnsupportedModelError(f"{FIELD}: is empty; give a pipeline folder or hub name")
+
+
 @dataclass(frozen=True)
 class Part:
     """One part of a pipeline, as its index names it."""

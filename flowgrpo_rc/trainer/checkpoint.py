@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import warnings
 import zipfile
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 STATE_FILE = "trainer_state.json"
 TENSOR_FILE = "optimizer.pt"
 _FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+_PLAIN_PATH = re.compile(r"[\w/.+-]+", re.ASCII)
 
 
 class CheckpointError(RuntimeError):
@@ -118,6 +120,24 @@ def resume_run(
             alert(f"Moved aside in {folder.root}: {'; '.join(moved)}")
     run.accelerator.wait_for_everyone()
     return source, step
+
+
+def command_to_continue(root: Path, total_steps: int, processes: int) -> str | None:
+    """The line for a shell that continues the run in ``root`` to ``total_steps``, with its own other settings; ``None``
+    if it has no checkpoint, or is as far already."""
+    folder = RunFolder(root)
+    newest = CheckpointStore(folder.checkpoints, None).newest_complete()
+    if newest is None or not folder.config.is_file() or (step_of(newest) or 0) >= total_steps:
+        return None
+    launcher = f"torchrun --standalone --nproc_per_node {processes} -m flowgrpo_rc.cli.main"
+    # Double quotes are for Hydra, whose grammar has characters that paths have too.
+    escaped = str(root).replace("\\", "\\\\").replace('"', '\\"')
+    where = str(root) if _PLAIN_PATH.fullmatch(str(root)) else f'"{escaped}"'
+    return (
+        f"{'flowgrpo-rc' if processes == 1 else launcher} train --config-dir {shlex.quote(str(root))} --config-name "
+        f"config {shlex.quote(f'trainer.default_local_dir={where}')} trainer.resume_mode=auto "
+        f"trainer.total_training_steps={total_steps}"
+    )
 
 
 def checkpoint_to_resume(

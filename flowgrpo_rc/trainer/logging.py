@@ -11,7 +11,9 @@ from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.report.checks_gap import GAP
 from flowgrpo_rc.report.checks_images import HACKING_CHECKS
 from flowgrpo_rc.report.finding import OK, number
+from flowgrpo_rc.report.health import check_health
 from flowgrpo_rc.report.history import History
+from flowgrpo_rc.report.page import headline
 from flowgrpo_rc.report.summary import closing_table
 from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer.agreement import flatten
@@ -44,8 +46,9 @@ class RunLogger:
         self._main = accelerator.is_main_process
         self._total = total_steps
         # No markup: file names may have brackets and colons.
-        quiet = not (self._main and "console" in trackers)
-        self._console = Console(quiet=quiet, highlight=False, markup=False, emoji=False)
+        self.quiet = not (self._main and "console" in trackers)
+        """True without the tracker ``console``, and on processes other than the main one."""
+        self._console = Console(quiet=self.quiet, highlight=False, markup=False, emoji=False)
         self._progress: Any = None
         self._task: Any = None
         self._settings: dict[str, Any] = {}
@@ -69,7 +72,7 @@ class RunLogger:
                 )
             except Exception as error:  # trackers raise errors of every kind, and none may end the run
                 self._report_lost(", ".join(others), error)
-        if self._console.is_terminal and not self._console.quiet:
+        if self._console.is_terminal and not self.quiet:
             columns = (MofNCompleteColumn(), BarColumn(24), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
             self._progress = Progress(*columns, console=self._console)
             self._task = self._progress.add_task("training", total=self._total, completed=first_step, note="")
@@ -82,14 +85,14 @@ class RunLogger:
 
     def always(self, text: str) -> None:
         """Print a line on the terminal of the main process, also without the tracker ``console``."""
-        if self._main and self._console.quiet:
+        if self._main and self.quiet:
             with surviving_console():
                 print(text, flush=True)
         self.say(text)
 
     def alert(self, text: str) -> None:
         """Print an important line; without the tracker ``console`` it is a warning."""
-        if self._main and self._console.quiet:
+        if self._main and self.quiet:
             warnings.warn(text, stacklevel=2)
         self.say(text)
 
@@ -136,16 +139,19 @@ class RunLogger:
         """Print the closing table, with the findings about the run and the files to open next; without the tracker
         ``console`` one line."""
         self._stop_progress()
-        if self._console.quiet:
+        if self.quiet:
             held_out = history.series("val/reward/mean")
             reward = ""
             if held_out is not None:
                 ends = dict.fromkeys((0, len(held_out) - 1))
                 reward = f"; held-out reward {' -> '.join(number(held_out.values[i]) for i in ends)}"
             last = history.steps[-1] if history.steps else 0
-            self.always(f"Ended at step {last} of {self._total}{reward}; {self._folder.lora}")
+            # One that was stopped has printed so.
+            if last >= self._total:
+                self.always(f"Ended at step {last} of {self._total}{reward}; {self._folder.lora}")
             return
         self._console.print(closing_table(history, title=f"Run {self._folder.root}"))
+        self.say(headline(check_health(history.rows, history.config), history))
         self._console.print("Open next:")
         for file in files:
             self._console.print(f"  {file}", soft_wrap=True)

@@ -32,7 +32,14 @@ from flowgrpo_rc.rollout.base import MeasuresMemory
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.run_folder import RunFolder, RunFolderError
 from flowgrpo_rc.trainer import launch
-from flowgrpo_rc.trainer.checkpoint import CheckpointError, CheckpointStore, random_states, resume_run, save_run
+from flowgrpo_rc.trainer.checkpoint import (
+    CheckpointError,
+    CheckpointStore,
+    command_to_continue,
+    random_states,
+    resume_run,
+    save_run,
+)
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.interrupt import stop_request
@@ -246,8 +253,8 @@ class FlowGRPOTrainer:
                     self._finish()
             except Exception as error:
                 foreseen = type(error).__module__.startswith("flowgrpo_rc") or isinstance(error, OSError)
-                # An error that nobody foresaw shows its traceback, after a line on what remains.
-                if self._main and not foreseen:
+                # A line on what remains, before the error's own line or, where nobody foresaw it, its traceback.
+                if self._main and (not foreseen or self.logger.quiet) and not isinstance(error, RunFolderError):
                     newest = self.checkpoints.newest_complete()
                     then = "there is no checkpoint"
                     if newest is not None:
@@ -294,7 +301,7 @@ class FlowGRPOTrainer:
             # A run that was stopped right after a save has nothing new to save.
             if self.step != self._saved_step:
                 self.save(last=True)
-            self.logger.alert(
+            self.logger.always(
                 f"Stopped after step {self.step} of {self.run.total_steps}; continue with trainer.resume_mode=auto "
                 f"trainer.default_local_dir={self.folder.root}"
             )
@@ -339,8 +346,9 @@ class FlowGRPOTrainer:
         rc = self.mode.rollout_correction
         where, *lines = announcement(self.config, rc, self.folder.root, self.accelerator.num_processes)
         if self.folder.beside is not None:
-            where += f" ({self.folder.beside} holds another run; to continue that one, repeat the command with "
-            where += "trainer.resume_mode=auto)"
+            where += f" ({self.folder.beside} holds another run"
+            command = command_to_continue(self.folder.beside, self.run.total_steps, self.accelerator.num_processes)
+            where += ")" if command is None else f"; this continues it: {command})"
         self.logger.always(where)
         for text in lines:
             say(text)

@@ -38,6 +38,8 @@ def run(*command, cwd, **environment):
         "from flowgrpo_rc.cli.compose import compose; compose('tiny_qwen_image_ocr'); import sys; "
         "assert 'torch' not in sys.modules",
         "from flowgrpo_rc import diffusion_loss, RolloutCorrectionConfig, DiffusionActorConfig, group_advantages",
+        "from flowgrpo_rc.cli.main import main; import sys; assert [main([name]) for name in ('train', 'probe', "
+        "'encode-prompts')] == [2] * 3; assert 'torch' not in sys.modules",
     ],
 )
 def test_imports_stay_light(code, tmp_path):

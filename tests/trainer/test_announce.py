@@ -4,10 +4,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests_support import before_step
+from tests_support import before_step, run_process
 
+from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.report.finding import number
+from flowgrpo_rc.run_folder import RunFolderError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.logging import announcement
 
@@ -71,23 +74,75 @@ def test_a_run_says_where_it_is_and_what_ended_it(logger, small_config, capsys):
         assert len(said.splitlines()) == 2
     else:
         assert "Ended at" not in said
-    # The next one goes beside it, and says how to go on with the first.
+    # The next one goes beside it; to the same step there is nothing to go on with.
     FlowGRPOTrainer(config).fit()
     where, *_ = capsys.readouterr().out.splitlines()
-    assert where.startswith(
-        f"Run folder: {folder.root}-2 ({folder.root} holds another run; to continue that one, repeat"
-    )
-    assert "trainer.resume_mode=auto" in where
+    assert where == f"Run folder: {folder.root}-2 ({folder.root} holds another run)"
 
 
 @pytest.mark.run
-def test_an_interrupted_run_without_a_console_says_how_to_go_on(small_config, capsys):
-    trainer = FlowGRPOTrainer(small_config("trainer.logger=[]", "trainer.total_training_steps=4"))
-    before_step(trainer, 2, lambda: signal.raise_signal(signal.SIGINT))
-    says = rf"Stopped after step 3 of 4; continue with trainer.resume_mode=auto .*={trainer.folder.root}"
-    with pytest.warns(UserWarning, match=says):
+def test_a_run_beside_another_prints_the_line_that_continues_that(small_config, tmp_path, monkeypatch, capsys):
+    """A run of two steps in a folder whose name a shell and Hydra would both take apart, continued to three."""
+    monkeypatch.chdir(tmp_path)
+    settings = ("trainer.logger=[]", "trainer.save_freq=1")
+    first = FlowGRPOTrainer(small_config(*settings, 'trainer.default_local_dir="a, $b (1)"')).fit()
+    FlowGRPOTrainer(
+        small_config(*settings, "trainer.total_training_steps=3", 'trainer.default_local_dir="a, $b (1)"')
+    ).fit()
+    where = next(line for line in capsys.readouterr().out.splitlines() if "holds another run" in line)
+    command = where.partition("this continues it: ")[2].removesuffix(")")
+    # The shell itself takes the line apart.
+    words = run_process("bash", "-c", command.replace("flowgrpo-rc", "printf '%s\\n'", 1)).stdout.splitlines()
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert "given more than once" not in said.err
+    assert said.out.startswith(f"Run folder: {first.root}\nEnded at step 3 of 3")
+    assert [row["step"] for row in first.rows()] == [0, 1, 2, 3]
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("logger", ["[]", "[tensorboard]", "[console]"])
+def test_an_interrupted_run_prints_once_how_to_go_on(small_config, capsys, recwarn, logger):
+    trainer = FlowGRPOTrainer(small_config(f"trainer.logger={logger}"))
+    before_step(trainer, 0, lambda: signal.raise_signal(signal.SIGINT))
+    root = trainer.fit().root
+    out = capsys.readouterr().out.splitlines()
+    line = f"Stopped after step 1 of 2; continue with trainer.resume_mode=auto trainer.default_local_dir={root}"
+    assert out.count(line) == 1
+    assert not any("Ended at" in one for one in out)
+    assert not any("Stopped" in str(warning.message) for warning in recwarn)
+    if logger != "[console]":
+        assert out == [f"Run folder: {root}", line]
+
+
+def not_finite():
+    raise NonFiniteUpdateError("step 2: the loss is not finite", [])
+
+
+def full_disk():
+    raise RunFolderError("the disk is full. Kept: the rows before it")
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    ("logger", "fault", "printed"),
+    [
+        ("[]", not_finite, True),
+        ("[]", lambda: 1 / 0, True),
+        ("[]", full_disk, False),  # the error itself names what remains
+        ("[console]", not_finite, False),
+    ],
+)
+def test_a_run_that_fails_prints_what_remains_and_leaves_its_error_to_the_command(
+    small_config, capsys, logger, fault, printed
+):
+    trainer = FlowGRPOTrainer(small_config(f"trainer.logger={logger}", "trainer.save_freq=1"))
+    before_step(trainer, 1, fault)
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
         trainer.fit()
-    where, end = capsys.readouterr().out.splitlines()
-    assert where == f"Run folder: {trainer.folder.root}"
-    (row,) = [row for row in trainer.folder.rows() if "val/reward/mean" in row]
-    assert end == f"Ended at step 3 of 4; held-out reward {number(row['val/reward/mean'])}; {trainer.folder.lora}"
+    said = capsys.readouterr()
+    remains = trainer.checkpoints.root / "step_1"
+    line = f"The run failed after step 1 of 2; {remains} remains; continue with trainer.resume_mode=auto"
+    assert said.err.splitlines() == [line] * printed
+    if logger == "[]":
+        assert said.out == f"Run folder: {trainer.folder.root}\n"
