@@ -39,6 +39,8 @@ PROBE_COLUMNS = {"mean |l|": "abs_mean", "90 %": "abs_q90", "largest": "abs_max"
 SIZE = (4.3, 2.75)
 # Pixels of a sample grid; a larger one is scaled down, so that the page stays small enough to mail.
 LONGEST_SIDE = 4096
+LEAST_STEPS = 12
+"""Training steps below which a run is not called healthy: checks compare windows of up to 10 steps."""
 
 
 class NotARunError(ValueError):
@@ -171,6 +173,7 @@ def build_page(run: Run, findings: Sequence[Finding]) -> str:
         key_numbers=key_numbers(history),
         findings=findings,
         trouble=[finding for finding in findings if finding.level != OK],
+        early=worst(findings) == OK and len(history.trained) < LEAST_STEPS,
         not_checked=[check.title for check in health.CHECKS if check.name not in checked],
         settings=settings(history),
         history=history,
@@ -194,10 +197,15 @@ def headline(findings: Sequence[Finding], history: History) -> str:
         return f"Watch: {count} of {len(findings)} checks left the healthy range"
     if not history.trained:
         return "Nothing to judge yet"
+    checks = f"{count} {'check' if count == 1 else 'checks'}"
+    unmeasured = len(health.CHECKS) - len({finding.check for finding in findings})
+    rest = f"{unmeasured} had nothing to measure"
+    if len(history.trained) < LEAST_STEPS:
+        return f"Too early to judge, {reached}: {checks} healthy so far, {rest} yet"
     # A healthy beginning is no healthy run.
     if state == UNFINISHED:
-        return f"Healthy so far, {reached}"
-    return f"Healthy: nothing to do in {count} {'check' if count == 1 else 'checks'}"
+        return f"Healthy so far, {reached}: {checks}, {rest} yet"
+    return f"Healthy: nothing to do in {checks}; {rest}"
 
 
 def progress(history: History) -> str:

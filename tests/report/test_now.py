@@ -3,11 +3,12 @@
 import random
 
 import pytest
-from rows import folder, found, rows, settings
+from rows import COLLAPSING, folder, found, rows, settings
 
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.report import check_health
 from flowgrpo_rc.report.finding import number
+from flowgrpo_rc.report.health import CHECKS
 from flowgrpo_rc.report.history import WINDOW, History
 from flowgrpo_rc.report.panels import logged_panels
 
@@ -169,7 +170,23 @@ def test_not_finite_in_any_spelling(value):
 def test_an_unfinished_run_is_healthy_so_far(tmp_path, capsys):
     root = folder(tmp_path / "run", rows(12), settings(trainer__total_training_steps=600))
     assert main(["report", str(root)]) == 0
-    assert "Healthy so far, step 12 of 600\n" in capsys.readouterr().out
+    judged = check_health(rows(12), settings(trainer__total_training_steps=600))
+    counts = f"{len(judged)} checks, {len(CHECKS) - len(judged)} had nothing to measure yet"
+    assert f"Healthy so far, step 12 of 600: {counts}\n" in capsys.readouterr().out
+    # Less than a window and its standard errors need: the same checks, and no verdict.
+    early = folder(tmp_path / "early", rows(11), settings(trainer__total_training_steps=11))
+    assert main(["report", str(early)]) == 0
+    judged = check_health(rows(11), settings(trainer__total_training_steps=11))
+    said = capsys.readouterr().out
+    assert said.startswith(f"Too early to judge, step 11 of 11: {len(judged)} checks healthy so far, ")
+    page = (early / "report.html").read_text()
+    assert "<title>early: too early to judge</title>" in page
+    assert f"{len(judged)} checks with their limits, {len(CHECKS) - len(judged)} with nothing to measure" in page
+    assert 'class="verdict ok"' not in page
+    # A problem is one at any step.
+    sick = folder(tmp_path / "sick", rows(2, **COLLAPSING))
+    assert main(["report", str(sick)]) == 3
+    assert capsys.readouterr().out.startswith("Problem: ")
     first = folder(tmp_path / "first", [{"step": 0, "val/reward/mean": 0.5}])
     assert main(["report", str(first)]) == 0
     assert "Nothing to judge yet" in capsys.readouterr().out
