@@ -40,7 +40,7 @@ ALLOWED = {
 }
 ALLOWED["gap"] = {"correction", "sde", "loss", "batch", "models", "actor", "rollout", *BASE}
 ALLOWED["planner"] = {"sde", "batch", "models", "actor", "rollout", *BASE}
-ALLOWED["evaluation"] = {"models", "rewards", *BASE}
+ALLOWED["evaluation"] = {"models", "gap", "rewards", *BASE}
 ALLOWED["report"] = {"correction", "sde", "loss", "actor", "gap", "rewards", *BASE}
 ALLOWED["trainer"] = {*ALLOWED, *BASE} - {"integrations"}
 ALLOWED["cli"] = {*ALLOWED, *BASE} - {"integrations"}
@@ -78,6 +78,12 @@ def test_the_report_takes_limits_and_remedies_alone_from_the_gap():
     for path in files_of("report"):
         taken = {name for name in imports_of(path) if name.startswith("flowgrpo_rc.gap")}
         assert taken <= {"flowgrpo_rc.gap.safety"}, f"{path.name} imports {taken}"
+
+
+def test_the_evaluation_takes_intervals_alone_from_the_gap():
+    for path in files_of("evaluation"):
+        taken = {name for name in imports_of(path) if name.startswith("flowgrpo_rc.gap")}
+        assert taken <= {"flowgrpo_rc.gap.intervals"}, f"{path.name} imports {taken}"
 
 
 def test_research_is_fenced_off():

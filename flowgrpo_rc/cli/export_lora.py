@@ -34,7 +34,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.run_folder import temporary_folder, write_whole
 
     form = arguments.format
-    folder = _lora_folder(arguments.lora.resolve(), arguments.average)
+    folder = lora_folder(arguments.lora.resolve(), arguments.average)
     out = arguments.out or Path(f"{folder}_{form}{'' if form == 'merged' else '.safetensors'}")
     if out.exists() and (arguments.out is None or form == "merged" or out.is_dir()):
         raise ValueError(f"{out} is there already; move it away, or name another with --out")
@@ -50,7 +50,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         path = arguments.model or _model_of(folder)
         pipeline = FakePipeline(path, torch_dtype("float32"))
         layers = linear_layers(pipeline.transformer)
-        check_fit(updates, layers, path)
+        check_fit(updates, layers, path, "name its own with --model")
         if form == "merged":
             with temporary_folder(out) as temporary:
                 merge(updates, dtype, pipeline_files(path), temporary)
@@ -64,7 +64,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _lora_folder(path: Path, average: bool) -> Path:
+def lora_folder(path: Path, average: bool) -> Path:
     """The folder of the LoRA: of a run its final one, or its average."""
     from flowgrpo_rc.run_folder import RunFolder
 

@@ -11,6 +11,7 @@ from flowgrpo_rc import __version__
 from flowgrpo_rc.cli.arguments import BASE_CONFIG, add_command, add_configuration
 from flowgrpo_rc.cli.check_reward import add_check_reward
 from flowgrpo_rc.cli.errors import COMMAND, FAILED, LOADING, NEGATIVE, REFUSED, TRAINING, exit_code, warnings_in_a_line
+from flowgrpo_rc.cli.evaluate import add_evaluate
 from flowgrpo_rc.cli.export_lora import add_export_lora
 from flowgrpo_rc.cli.plan import add_plan
 from flowgrpo_rc.cli.probe import add_probe
@@ -26,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code.
 
     0: done. 1: failed while running. 2: refused before training. 3: a probe found the configuration not safe, a plan
-    does not fit, a report found a problem, or a reward does not score as expected. 4: a probe could not show the
-    configuration safe. 130: ended by a signal.
+    does not fit, a report found a problem, a reward does not score as expected, or a LoRA is worse than tolerated. 4: a
+    probe could not show the configuration safe. 130: ended by a signal.
 
     An exception becomes a message on standard error and one of these codes. Only argparse exits by itself, after
     ``--help`` and for arguments that it cannot read.
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, help="the HTML file (RUN_DIR/report.html)")
     report.set_defaults(run=_report)
 
+    add_evaluate(commands)
     add_export_lora(commands)
     add_serve(commands)
 

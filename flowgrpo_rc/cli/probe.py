@@ -5,14 +5,13 @@ Its results are ``probe.json`` and ``probe.png``; the result of another probe is
 
 import argparse
 import json
-import os
 import tempfile
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.cli.arguments import add_command, add_configuration
 from flowgrpo_rc.cli.errors import LOADING, NEGATIVE, TRAINING
+from flowgrpo_rc.cli.results import make_folder, write_files
 from flowgrpo_rc.gap.intervals import MOST_IMAGES
 from flowgrpo_rc.gap.safety import DRIFT_NOT_SAFE, DRIFT_SAFE, clip_not_safe
 from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
@@ -76,11 +75,7 @@ def run_command(arguments: argparse.Namespace) -> int:
             result = run_probe(trainer.probed_run(), images, most)
             if trainer.accelerator.is_main_process:
                 print(report(result))
-                try:
-                    print("\n".join(write_result(arguments.out, result)))
-                except OSError as error:
-                    text = f"--out: cannot write the result to {arguments.out}: {error}; give another folder"
-                    raise OSError(text) from error
+                print("\n".join(write_result(arguments.out, result)))
             # A launcher ends all processes as soon as one exits with a code other than 0.
             trainer.accelerator.wait_for_everyone()
         finally:
@@ -177,52 +172,18 @@ def _recommended(result: Any) -> str:
     return "No change needed" if same else f"No change needed; more headroom with {words}"
 
 
-def make_folder(root: Path) -> None:
-    """Create the folder of ``--out``, before anything is measured.
-
-    Raises:
-        ValueError: ``root`` cannot be a folder, or cannot be written to.
-    """
-    if root.exists() and not root.is_dir():
-        raise ValueError(f"--out: {root} is not a folder; give one, or a name that is free")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        # The mode does not bind root, nor describe some network disks, so that writing is tried.
-        with tempfile.TemporaryFile(dir=root):
-            pass
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"--out: cannot write to {root} ({reason}); give another folder") from error
-
-
 def write_result(root: Path, result: Any) -> list[str]:
     """Write both files; returns lines to print. A different earlier result is kept under a free number.
 
     Raises:
         OSError: the disk is full, or the folder is gone; earlier files stay as they are.
     """
-    # serve-reward shares this parser and runs where filelock is not installed.
-    from flowgrpo_rc.run_folder import RunFolder
 
-    values = result.to_dict()
-    lines = []
-    # Renamed when both are whole, in the same file system, so that a full disk costs no earlier result.
-    with tempfile.TemporaryDirectory(dir=root, prefix=".probe-") as name:
-        new = Path(name)
-        (new / RESULT).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        draw(result, new / PICTURE)
-        if _measured(root / RESULT) != _measured(new / RESULT) and _present(root, RESULT, PICTURE):
-            number = next(n for n in count(1) if not _present(root, f"probe.{n}.json", f"probe.{n}.png"))
-            RunFolder(root).set_aside((RESULT, PICTURE), number)
-            kept = ", ".join(_present(root, f"probe.{number}.json", f"probe.{number}.png"))
-            lines.append(f"The earlier result there says something else; kept as {kept}")
-        for file in (RESULT, PICTURE):
-            os.replace(new / file, root / file)
-    return [*lines, f"Written: {root / RESULT}, {root / PICTURE}"]
+    def write(folder: Path) -> None:
+        (folder / RESULT).write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
+        draw(result, folder / PICTURE)
 
-
-def _present(root: Path, *names: str) -> list[str]:
-    return [str(root / name) for name in names if (root / name).exists()]
+    return write_files(root, (RESULT, PICTURE), write, _measured)
 
 
 def _measured(path: Path) -> Any:

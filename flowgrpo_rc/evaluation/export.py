@@ -41,15 +41,15 @@ def read_updates(folder: Path) -> Updates:
     return updates
 
 
-def check_fit(updates: Updates, layers: Mapping[str, nn.Linear], model: str) -> None:
-    """Raise ``AdapterMismatchError`` where an update is of a layer that ``model`` lacks or has in another shape."""
+def check_fit(updates: Updates, layers: Mapping[str, nn.Linear], model: str, remedy: str) -> None:
+    """Raise ``AdapterMismatchError`` with a remedy where an update is of a layer that ``model`` lacks or has in another
+    shape."""
     for name, (down, up) in updates.items():
         shape = f"{up.shape[0]}x{down.shape[1]}"
         there = f"{layers[name].out_features}x{layers[name].in_features}" if name in layers else "missing"
         if shape != there:
             raise AdapterMismatchError(
-                f"the LoRA is another model's than {model}: its layer {name} is {shape}, there it is {there}; name its "
-                "own with --model"
+                f"the LoRA is another model's than {model}: its layer {name} is {shape}, there it is {there}; {remedy}"
             )
 
 

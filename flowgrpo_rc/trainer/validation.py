@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
 
 from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.evaluation.comparison import scaled
 from flowgrpo_rc.evaluation.image_statistics import STATISTICS, image_statistics, summary, thumbnails
 from flowgrpo_rc.rewards import PartialScoring
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
@@ -166,9 +166,9 @@ def save_grid(path: Path, title: str, samples: Sequence[ScoredImage], columns: i
         y = GAP + TITLE + (i // columns) * (CELL + CAPTION + GAP)
         if sample.reference is not None:
             # The file is read again, so that a run does not hold all its references in memory.
-            canvas.paste(_square(sample.reference.open(), REFERENCE), (x, y))
+            canvas.paste(scaled(sample.reference.open(), (REFERENCE, REFERENCE)), (x, y))
         right = x + across - CELL
-        canvas.paste(_square(Image.fromarray(sample.image), CELL), (right, y))
+        canvas.paste(scaled(Image.fromarray(sample.image), (CELL, CELL)), (right, y))
         prompt = sample.prompt if len(sample.prompt) <= 17 else f"{sample.prompt[:16]}…"
         pen.rectangle((right, y, right + CELL - 1, y + CELL - 1), outline="#bbbbbb")
         pen.text((x, y + CELL + 2), prompt, fill="black", font=font)
@@ -181,11 +181,3 @@ def save_grid(path: Path, title: str, samples: Sequence[ScoredImage], columns: i
         pen.text((x, y + CELL + 16), score[:20], fill=colour, font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda temporary: canvas.save(temporary, format="PNG"))
-
-
-def _square(picture: Any, side: int) -> Any:
-    """Resize to ``side`` pixels. Small images keep sharp pixels, since smoothing would hide artefacts of the model."""
-    from PIL import Image
-
-    scale = Image.Resampling.NEAREST if max(picture.size) < side else Image.Resampling.LANCZOS
-    return picture.resize((side, side), scale)
