@@ -123,7 +123,7 @@ def test_two_processes_equal_one(evaluate, finished_run, tmp_path):
     for mine, other in zip(one["prompts"], two["prompts"], strict=True):
         assert mine["prompt"] == other["prompt"]
         for model, scores in mine["scores"].items():
-            assert other["scores"][model] == pytest.approx(scores, abs=1e-3)
+            assert other["scores"][model] == pytest.approx(scores, rel=0.02, abs=1e-3)
 
 
 def foreign(name, tensor):
