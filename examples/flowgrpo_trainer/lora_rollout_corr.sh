@@ -28,7 +28,7 @@ PROMPTS=${PROMPTS:-48}
 SIZE=${SIZE:-512}
 source "$HERE/launch.sh"
 
-exec "${LAUNCH[@]}" train \
+exec "${LAUNCH[@]}" \
     data.train_files="$TRAIN" \
     data.val_files="$VAL" \
     data.val_max_samples=128 \

@@ -26,7 +26,7 @@ NAME=${NAME:-qwen_image_ocr_lora_rollout_corr}
 read -ra REWARDS <<<"${REWARD:-reward.functions.ocr=1.0 reward.ocr.mode=full}"
 source "$HERE/launch.sh"
 
-exec "${LAUNCH[@]}" train \
+exec "${LAUNCH[@]}" \
     data.train_files="$TRAIN" \
     data.val_files="$VAL" \
     data.val_max_samples=128 \

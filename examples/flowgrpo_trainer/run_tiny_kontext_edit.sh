@@ -6,6 +6,7 @@
 #
 #   OUTPUTS   where run folders go (default: ./outputs)
 set -euo pipefail
+export FLOWGRPO_RC_SCRIPT=1  # settings behind the script's name replace its own
 
 OUTPUTS=${OUTPUTS:-outputs}
 EXAMPLES=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -5,6 +5,7 @@ of other trainers can be translated (``foreign.py``). All refusals are reported 
 """
 
 import copy
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +68,8 @@ def compose(
     refusals.raise_if_any()
     assert config is not None
     translation.warn(stacklevel=2)
-    if repeated:
+    # A script's own settings are there to be replaced.
+    if repeated and not os.environ.get("FLOWGRPO_RC_SCRIPT"):
         warnings.warn(f"given more than once, so the last counts: {'; '.join(repeated)}", stacklevel=2)
     return config
 
@@ -151,7 +153,7 @@ def _explain(error: BaseException, config_name: str, folder: str) -> str:
         names = sorted({p.stem for d in (Path(folder), shipped("configs")) for p in d.glob("*.yaml")})
         missing = (missing if isinstance(missing, str) else config_name).removesuffix(".yaml")
         where = "--config-name" if missing == config_name.removesuffix(".yaml") else config_name
-        return f"{where}: no file {missing}.yaml; there are: {', '.join(names)}"
+        return f"{where}: no file {missing}.yaml; there are: {', '.join(names)}; --config-dir adds a folder of your own"
     # Some of Hydra's errors have no text; the one below them has.
     while not str(error).strip() and (inner := error.__cause__ or error.__context__) is not None:
         error = inner

@@ -12,6 +12,8 @@ from flowgrpo_rc.checks import show
 from flowgrpo_rc.section import field_types, is_section
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
+LEARNING_RATE = "actor_rollout_ref.actor.optim.lr"
+
 
 @cache
 def schema() -> Mapping[str, Any]:
@@ -64,7 +66,8 @@ def nearest(key: str) -> str:
     known = list(schema())
     last = key.rsplit(".", 1)[-1]
     # The right name in the wrong section is the most frequent slip.
-    same_name = [k for k in known if k.rsplit(".", 1)[-1] == last]
+    same_name = [LEARNING_RATE] if last in ("lr", "learning_rate") else []
+    same_name += [k for k in known if k.rsplit(".", 1)[-1] == last]
     names = difflib.get_close_matches(last, [k.rsplit(".", 1)[-1] for k in known])
     close_name = [k for k in known if k.rsplit(".", 1)[-1] in names]
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)

@@ -26,6 +26,7 @@ class KeyNumber:
     first: float  # Mean over the first third of the steps that logged it, at most ``WINDOW``; of validations the first
     last: float  # Mean over as many of the last steps
     is_share: bool  # It is a share of the samples
+    steps: int = 1  # Steps that each of the two is a mean of
 
     def text(self, value: float) -> str:
         """``first`` or ``last`` as text."""
@@ -41,7 +42,7 @@ def key_numbers(history: History) -> list[KeyNumber]:
             # Single training batches differ too much to compare; validations repeat their prompts.
             count = 1 if series.metric.startswith("val/") else max(1, min(WINDOW, len(series) // 3))
             first, last = (fmean(values) for values in (series.values[:count], series.values[-count:]))
-            found.append(KeyNumber(line.spoken, first, last, panel.scale == "share"))
+            found.append(KeyNumber(line.spoken, first, last, panel.scale == "share", count))
     return found
 
 
@@ -51,7 +52,8 @@ def closing_table(history: History, title: str) -> Any:
 
     table = Table("", Column("first", justify="right"), Column("last", justify="right"), title=title)
     for entry in key_numbers(history):
-        table.add_row(entry.name, entry.text(entry.first), entry.text(entry.last))
+        mean = f", mean of {entry.steps} steps" if entry.steps > 1 else ""
+        table.add_row(f"{entry.name}{mean}", entry.text(entry.first), entry.text(entry.last))
     return table
 
 

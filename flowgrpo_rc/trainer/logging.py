@@ -2,8 +2,12 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig
 from flowgrpo_rc.correction.options.explanation import in_force
@@ -21,13 +25,14 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.console import surviving_console
 
 NOTED = (
-    ("reward", ("reward/mean",), ".3f"),
-    ("held-out", ("val/reward/mean",), ".3f"),
+    ("reward", ("reward/mean",), ""),
+    ("held-out", ("val/reward/mean",), ""),
     ("kl", ("actor/ppo_kl",), "+.1e"),
     ("clipped", ("actor/pg_clipfrac",), ".0%"),
     ("gap", (GAP[2], GAP[1]), ".1e"),
 )
-"""Columns of a step's line: a name, candidates for the metric, the first that was logged, and its format."""
+"""Columns of a step's line: a name, candidates for the metric, the first that was logged, and its format; without one
+three significant digits."""
 
 
 class NonFiniteMetricError(RuntimeError):
@@ -106,17 +111,12 @@ class RunLogger:
         # Metrics are equal on all processes by now; one of them writes.
         if self._main:
             self._folder.append({"step": step, **metrics})
-        for tracker in list(self._accelerator.trackers):  # a copy, since one that fails is removed
-            try:
-                tracker.log(metrics, step=step)
-            except Exception as error:  # see ``start``
-                self._accelerator.trackers.remove(tracker)
-                self._report_lost(tracker.name, error)
+        self._send(lambda tracker: tracker.log(metrics, step=step))
         noted = []
         for name, sources, form in NOTED:
             value = next((metrics[source] for source in sources if source in metrics), None)
             if value is not None:
-                noted.append(f"{name} {value:{form}}")
+                noted.append(f"{name} {format(value, form) if form else number(value)}")
         note = "  ".join(noted)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, note=note)
@@ -134,6 +134,23 @@ class RunLogger:
             if finding.level != OK and (finding.check, finding.level) not in self._said:
                 self._said.add((finding.check, finding.level))
                 self.alert(f"step {step}: {finding.level}: {finding.measured}. {finding.advice}")
+
+    def picture(self, step: int, path: Path) -> None:
+        """Send the sample grid of a validation to the trackers."""
+        if self._accelerator.trackers:
+            image = np.asarray(Image.open(path).convert("RGB"))[None]
+            # Channels last, which TensorBoard does not expect.
+            layout = {"tensorboard": {"dataformats": "NHWC"}}
+            self._send(lambda one: one.log_images({"val/samples": image}, step=step, **layout.get(one.name, {})))
+
+    def _send(self, send: Callable[[Any], object]) -> None:
+        """Call ``send`` with each tracker; one that fails is reported, and left out from then on."""
+        for tracker in list(self._accelerator.trackers):  # a copy, since one that fails is removed
+            try:
+                send(tracker)
+            except Exception as error:  # see ``start``
+                self._accelerator.trackers.remove(tracker)
+                self._report_lost(tracker.name, error)
 
     def summary(self, history: History, files: list[str]) -> None:
         """Print the closing table, with the findings about the run and the files to open next; without the tracker

@@ -50,11 +50,13 @@ class RunOutputs:
                 self.unwritten.append((what, error))
             self._alert(f"error: {what} could not be written: {one_line(error)}; the run goes on")
 
-    def grid(self, step: int, samples: Sequence[ScoredImage]) -> None:
-        """Write the sample grid of a validation."""
+    def grid(self, step: int, samples: Sequence[ScoredImage]) -> Path | None:
+        """Write the sample grid of a validation; returns the file."""
         path = self._folder.samples / f"step_{step:05d}.png"
         with self.attempt(str(path)):
             save_grid(path, f"step {step}", samples)
+            return path
+        return None
 
     def images(self, dump: ImageDump, step: int, images: Sequence[ScoredImage]) -> None:
         """Write the images of a rollout or a validation; every process calls it."""

@@ -323,7 +323,9 @@ class FlowGRPOTrainer:
             with self.timer("dump"):
                 self.outputs.images(self.run.validation_dump, self.step, found.own)
         if self._main and found.shown:
-            self.outputs.grid(self.step, found.shown)
+            grid = self.outputs.grid(self.step, found.shown)
+            if grid is not None:
+                self.logger.picture(self.step, grid)
         return found.metrics
 
     def save(self, *, last: bool = False) -> None:
@@ -352,6 +354,8 @@ class FlowGRPOTrainer:
         self.logger.always(where)
         for text in lines:
             say(text)
+        if "tensorboard" in self.config.trainer.logger:
+            say(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.folder.root))}")
         say(f"Prompts: {self.run.encoding}; in {self.run.store.folder}")
         if self.run.actor.recomputes:
             say("Gradient checkpointing is on: activations are recomputed in the backward pass, to save memory")

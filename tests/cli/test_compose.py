@@ -36,6 +36,8 @@ def test_correction_reaches_the_actor_from_either_place():
     ("override", "message"),
     [
         ("trainer.total_traning_steps=3", "unknown configuration key .*; nearest: .*trainer.total_training_steps"),
+        ("trainer.learning_rate=1", "nearest: actor_rollout_ref.actor.optim.lr,"),
+        ("lr=1", "nearest: actor_rollout_ref.actor.optim.lr"),
         (f"{ROLLOUT}.noise_level=1", "nearest: .*actor_rollout_ref.rollout.algo.noise_level"),
         ("trainer.total_training_steps=many", "total_training_steps: .*many.*could not be converted to Integer"),
         ("nonsense", "cannot read the override 'nonsense'; write key=value"),
@@ -84,7 +86,7 @@ def test_of_two_overrides_of_one_key_the_last_counts_and_it_is_said():
 
 
 def test_missing_files_list_what_there_is(tmp_path):
-    with pytest.raises(ConfigError, match=r"no file qwen.yaml; there are: .*flowgrpo_trainer.*tiny_qwen_image_ocr"):
+    with pytest.raises(ConfigError, match=r"no file qwen.yaml; there are: .*flowgrpo_trainer.*tiny_.*; --config-dir"):
         compose("qwen")
     with pytest.raises(ConfigError, match="is not a folder"):
         compose(TINY, config_dir=str(tmp_path / "none"))
@@ -160,3 +162,13 @@ def test_a_preset_on_the_command_line_replaces_the_files_correction():
     assert refined.rollout_correction == replace(RolloutCorrectionConfig.bypass_ppo_clip(), rollout_is="token")
     kept = compose("tiny_qwen_image_ocr", [f"{section}.preset=null", f"{section}.rollout_is=token"]).rollout_correction
     assert kept == replace(plain, rollout_is="token")
+
+
+def test_a_script_s_own_setting_is_there_to_be_replaced(monkeypatch, recwarn):
+    given = ["trainer.seed=1", "trainer.seed=2"]
+    monkeypatch.setenv("FLOWGRPO_RC_SCRIPT", "1")
+    assert compose("flowgrpo_trainer", given).trainer.seed == 2
+    assert not any("given more than once" in str(warning.message) for warning in recwarn)
+    monkeypatch.delenv("FLOWGRPO_RC_SCRIPT")
+    with pytest.warns(UserWarning, match="given more than once"):
+        compose("flowgrpo_trainer", given)

@@ -126,3 +126,28 @@ def test_the_tiny_script_trains_with_two_engines_on_ray(tmp_path, ray_environmen
     steps = [row for row in map(json.loads, rows) if "reward/mean" in row]
     assert [row["rollout/adapter_lag"] for row in steps] == [0.0, 1.0]
     assert all(row["actor/grad_norm"] > 0 for row in steps)
+
+
+@pytest.mark.parametrize(
+    ("command", "program", "words"),
+    [
+        ("plan --gpus 4x80", "python", ["plan", "--gpus", "4x80"]),
+        ("probe", "torchrun", ["probe"]),
+        ("train", "torchrun", ["train"]),
+    ],
+)
+def test_a_script_gives_its_settings_to_another_command(command, program, words, tmp_path):
+    """A plan is one process, also where the run would be four."""
+    write_arguments = tmp_path / program
+    said = tmp_path / "said"
+    write_arguments.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" > {said}\n')
+    write_arguments.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ENGINE": "diffusers", "MODEL": "folder"}
+    environment |= {"COMMAND": command, "NUM_GPUS": "4"}
+    script = EXAMPLES / "run_flux1_dev_lora_rollout_corr.sh"
+    subprocess.run(["bash", str(script), "trainer.seed=7"], env=os.environ | environment, check=True)
+    _, _, given = said.read_text().removesuffix("\0").partition("flowgrpo_rc.cli.main\0")
+    given = given.split("\0")
+    assert given[: len(words)] == words
+    assert given[-1] == "trainer.seed=7"
+    assert "actor_rollout_ref.model.path=folder" in given

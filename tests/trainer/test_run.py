@@ -1,6 +1,7 @@
 """Whole runs of the tiny model: reproducible, resumable, with everything a run folder promises."""
 
 import errno
+import io
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageChops
 from tests_support import (
     ADAPTER,
     TORCHRUN,
@@ -221,6 +223,22 @@ def test_trackers_receive_the_metrics(small_config, monkeypatch):
     rewards = [e.value for e in accumulator.Scalars("reward/mean")]
     assert rewards == pytest.approx([r["reward/mean"] for r in rows_of(folder) if "reward/mean" in r])
     assert list((folder / "wandb").glob("offline-run-*"))
+    # The grid of the validation before the first step and of the last one, as they are in the folder.
+    images = accumulator.Images("val/samples")
+    assert [image.step for image in images] == [0, 2]
+    sent = Image.open(io.BytesIO(images[-1].encoded_image_string))
+    assert ImageChops.difference(sent.convert("RGB"), Image.open(folder / "samples/step_00002.png")).getbbox() is None
+    assert len(list((folder / "wandb").rglob("media/images/val/samples_*.png"))) == 2
+
+
+def test_a_tracker_that_takes_no_pictures_does_not_end_the_run(small_config, monkeypatch):
+    def refuse(*_arguments, **_more):
+        raise ValueError("no pictures here")
+
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log_images", refuse)
+    with pytest.warns(UserWarning, match=r"error: tensorboard takes no more metrics \(.*no pictures here"):
+        folder = FlowGRPOTrainer(small_config("trainer.logger=[tensorboard]")).fit().root
+    assert [row["step"] for row in rows_of(folder)] == [0, 1, 2]
 
 
 def decoupled_runs(small_config, *overrides):
