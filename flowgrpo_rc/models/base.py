@@ -1,5 +1,6 @@
 """Interface of a model family, for rollout engines and the actor, and the parts that all families share."""
 
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -256,7 +257,11 @@ class DiffusionModel(ABC):
                     f"{fault}, which embeds none; what its pipeline calls guidance_scale is true_cfg_scale here, so "
                     f"set guidance_scale=null and true_cfg_scale={guidance_scale + family.cfg_above_guidance:g}"
                 )
-            remedy = "it is guidance-distilled and needs one" if embeds else "it takes none; set it to null"
+            remedy = "it takes none; set it to null"
+            if embeds:
+                usual = inspect.signature(type(self.pipe).__call__).parameters["guidance_scale"].default
+                own = "" if usual is None else f"; its pipeline's own is guidance_scale={usual:g}"
+                remedy = f"it is guidance-distilled and needs one{own}"
             raise ValueError(f"{fault}; {remedy}")
         # The pipeline would ignore the scale, or refuse it minutes later.
         distilled = bool(self.pipe.config.get("is_distilled"))

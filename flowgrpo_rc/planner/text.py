@@ -43,7 +43,10 @@ def describe(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int] = (), reward:
             lines.append("  Still too much: take more GPUs, or larger ones")
         # The split is compared for the run that fits, not for the one that was given.
         changed = changes[-1].plan if changes else plan
-    return "\n".join([*lines, "", _work(plan), _time(plan, gpus), *_split(changed, gpus, trainers, reward)])
+    times = [_time(plan, gpus, "as configured")]
+    if changed is not plan:
+        times.append(_time(changed, gpus, "after the changes"))
+    return "\n".join([*lines, "", _work(plan), *times, *_split(changed, gpus, trainers, reward)])
 
 
 def table(plan: MemoryPlan, tried: Sequence[Gpus]) -> str:
@@ -101,16 +104,16 @@ def _work(plan: MemoryPlan) -> str:
     )
 
 
-def _time(plan: MemoryPlan, gpus: Gpus) -> str:
+def _time(plan: MemoryPlan, gpus: Gpus, of: str) -> str:
     run = plan.run
     time = step_time(step_flops(plan), run, gpus)
     device = DEVICES[gpus.device]
     engine = device.peak(run.rollout.dtype) / 1e12
     update = device.peak(run.actor_precision) / 1e12
     return (
-        f"Time of a step, {UTILISATION:.0%} of {gpus.device}'s peak assumed: engine {time.engine:.0f} s ({engine:.0f} "
-        f"TFLOP/s in {run.rollout.dtype}), update {time.update:.0f} s ({update:.0f} in {run.actor_precision}), total "
-        f"{time.total:.0f} s; rewards and waiting come on top"
+        f"Time of a step {of}, {UTILISATION:.0%} of {gpus.device}'s peak assumed: engine {time.engine:.0f} s "
+        f"({engine:.0f} TFLOP/s in {run.rollout.dtype}), update {time.update:.0f} s "
+        f"({update:.0f} in {run.actor_precision}), total {time.total:.0f} s; rewards and waiting come on top"
     )
 
 

@@ -51,9 +51,11 @@ def test_what_fits_and_what_does_not_with_a_remedy_and_an_exit_code(plan):
     assert "transformer of 2,474,336 parameters (4 QwenImageTransformerBlock), bfloat16" in fits
     assert "Verdict: fits 1 x 24 GB: 3." in fits
     assert "Largest micro-batch that fits: ppo_micro_batch_rows=96" in fits
-    assert "Time of a step, 40% of RTX 4090's" in fits
+    assert "Time of a step as configured, 40% of RTX 4090's" in fits
+    assert "after the changes" not in fits
     assert "What to change" not in fits
     assert "Verdict: does NOT fit 2 x 2 GB" in no
+    assert no.count("Time of a step as configured, ") == no.count("Time of a step after the changes, ") == 1
     assert "No micro-batch fits, not even one row" in no
     assert "  actor_rollout_ref.actor.ppo_micro_batch_rows=1: 3." in no
     assert "Still too much: take more GPUs, or larger ones" in no

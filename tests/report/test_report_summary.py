@@ -96,3 +96,9 @@ def test_pictures_are_stacked_in_the_middle(tmp_path):
     colours = [both.getpixel((x, y)) for x, y in ((0, 0), (0, 15), (10, 15), (29, 15), (30, 15))]
     red, white, blue = (255, 0, 0), (255, 255, 255), (0, 0, 255)
     assert colours == [red, white, blue, blue, white]
+
+
+def test_the_closing_table_names_its_means(capsys):
+    said = table_of(History(rows(30, **{"val__reward/mean": lambda step: step}), settings()), capsys)
+    assert "training reward, mean of 10 steps" in said
+    assert "held-out reward " in said

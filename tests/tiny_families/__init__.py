@@ -154,7 +154,7 @@ TINY: dict[str, TinyFamily] = {
             ({"height": 36, "guidance_scale": 3.5}, "this model draws multiples of 8 pixels"),
             (
                 {"guidance_scale": None},
-                "guidance_scale: got None for this model; it is guidance-distilled and needs one",
+                "it is guidance-distilled and needs one; its pipeline's own is guidance_scale=3.5",
             ),
         ),
     ),
