@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -208,7 +209,9 @@ def _explain(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
     from flowgrpo_rc.correction.options.quoting import read_value
 
-    pairs = [setting.partition("=") for setting in arguments.settings]
+    # As a run takes them, too: algorithm.rollout_correction.bypass_mode=true.
+    short = [re.sub(r"^(algorithm|actor_rollout_ref\.actor)\.rollout_correction\.", "", s) for s in arguments.settings]
+    pairs = [setting.partition("=") for setting in short]
     wrong = [key for key, equals, _ in pairs if not equals]
     if wrong:
         raise ValueError(f"cannot read {wrong[0]!r}; write key=value")

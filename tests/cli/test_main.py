@@ -78,7 +78,11 @@ def test_prepare_data_and_explain_config(tmp_path, capsys):
     assert main(["prepare-data", "ocr", "--input", str(tmp_path), "--output", ""]) == 2
     assert "--output: is empty; give a folder" in capsys.readouterr().err
     assert main(["explain-config", "bypass_mode=true", "rollout_is=sequence"]) == 0
-    assert "bypass" in capsys.readouterr().out.lower()
+    said = capsys.readouterr().out
+    assert "bypass" in said.lower()
+    prefixes = ("algorithm.rollout_correction", "actor_rollout_ref.actor.rollout_correction")
+    assert main(["explain-config", f"{prefixes[0]}.bypass_mode=true", f"{prefixes[1]}.rollout_is=sequence"]) == 0
+    assert capsys.readouterr().out == said
     assert main(["explain-config", "bypas_mode=true"]) == 2
     assert "bypass_mode" in capsys.readouterr().err
 
