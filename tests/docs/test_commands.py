@@ -31,6 +31,7 @@ PAGES = (
     "vllm_omni.md",
     "rewards/clip.md",
     "rewards/judge.md",
+    "howto/evaluate.md",
     "howto/export.md",
     "howto/sharding.md",
 )
