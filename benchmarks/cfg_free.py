@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from learning import BYPASS, COMMON, ROLLOUT
+from machine import describe
 from second_ocr import held_out_numbers, read_by_both
 from tiny_sd3 import NO_T5_TOKENS, SCORES
 from training_runs import HERE, Overrides, Study, load, read_results, run_missing, write_results, write_table
@@ -104,7 +105,7 @@ def after_training(folder: Path) -> dict[str, Any]:
 
 def base_result() -> dict[str, Any]:
     """The images of the model before training, as a result."""
-    return {"setting": "base", "seed": 0, "overrides": [], "drawn": drawn(None)}
+    return {"setting": "base", "seed": 0, "overrides": [], "drawn": drawn(None), "machine": describe()}
 
 
 def rows_per_image(setting: str) -> tuple[int, int]:
