@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -212,32 +211,6 @@ class RewardMix:
             # Nothing is trained yet, so a fault of the check is a refusal like that of any wrong setting.
             code = replace(self._code[name], error=ValueError)
             code.run(partial(reward.check_prompts, prompts, **known), passing=ValueError)
-
-    def try_own(self, prompt: str, metadata: dict[str, Any], *, source: str, image_size: tuple[int, int]) -> None:
-        """Have the user's own functions score one image of noise, so that their faults show before a model is loaded.
-
-        Nothing is tried where they ask a model that a server holds. The global random states stay as they are.
-
-        Args:
-            prompt, metadata: of one row; ``source`` is its place in the prompt file.
-            image_size: (height, width) in pixels.
-
-        Raises:
-            ValueError: a function raised, or its answer is unfit for training; names the function and the row.
-        """
-        if self.server is not None:
-            return
-        image = np.random.default_rng(0).integers(0, 256, (1, *image_size, 3), dtype=np.uint8)
-        states = random.getstate(), np.random.get_state()  # noqa: NPY002
-        try:
-            for name in self.functions:
-                if name not in self.builtin:
-                    self.score(name, image, [prompt], [metadata])
-        except RewardError as error:
-            raise ValueError(f"{error}; it was tried before the run with one image of noise and {source}") from error
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])  # noqa: NPY002
 
 
 def build_reward(config: RewardConfig | None = None) -> RewardMix:

@@ -105,11 +105,6 @@ class Run:
                 sources=[record.source or str(i) for i, record in enumerate(one.records)],
                 metadata=[record.metadata for record in one.records],
             )
-        # Each once, with the first of its sets.
-        for mix, one in {id(mix): (mix, one) for mix, one in reversed(scored)}.values():
-            first = one.records[0]
-            size = (one.pipeline.height, one.pipeline.width)
-            mix.try_own(first.prompt, first.metadata, source=first.source or "the first prompt", image_size=size)
         # Accelerate knows no tracker ``console``, and takes ``None`` for no trackers.
         trackers = [name for name in trainer.logger if LOGGERS[name] is not None] or None
         self.accelerator = make_accelerator(config, log_with=trackers, project_dir=project_dir)

@@ -1,6 +1,5 @@
 """The weighted sum, and answers of functions: everything sensible is read, everything else is one clear error."""
 
-import random
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -253,32 +252,3 @@ def test_long_values_and_prompts_are_shortened() -> None:
         with pytest.raises(RewardError) as caught:
             mix_of(answer)(IMAGES, ["a" * 100_000] * 3)
         assert len(str(caught.value)) < 1000
-
-
-def test_only_own_functions_are_tried_and_random_states_stay(tmp_path: Path) -> None:
-    seen = []
-
-    def own(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
-        seen.append((images.shape, float(images.std()), prompts, metadata))
-        random.random()
-        np.random.random()  # noqa: NPY002
-        return [1.0]
-
-    def builtin(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
-        raise AssertionError("a built-in reward was tried")
-
-    mix = RewardMix({"own": own, "theirs": builtin}, {"own": 1.0, "theirs": 1.0}, builtin=["theirs"])
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    mix.try_own("a cat", {"target": 3}, source="train.jsonl:1", image_size=(16, 24))
-    drawn = random.random(), np.random.random()  # noqa: NPY002
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    assert drawn == (random.random(), np.random.random())  # noqa: NPY002
-    ((shape, deviation, prompts, metadata),) = seen
-    assert (shape, prompts, metadata) == ((1, 16, 24, 3), ["a cat"], [{"target": 3}])
-    # Noise, since a function may divide by an image's contrast.
-    assert deviation > 60
-    two = RewardMix({"two": lambda images, prompts, metadata: [1.0, 2.0]}, {"two": 1.0})
-    with pytest.raises(ValueError, match=r"^reward function 'two' returned scores of shape \(2,\).* train:1$"):
-        two.try_own("a cat", {}, source="train:1", image_size=(8, 8))

@@ -54,9 +54,7 @@ def the_error(capsys: pytest.CaptureFixture) -> str:
 def test_a_reward_that_fails_ends_the_command_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture, line: str, told: str
 ) -> None:
-    # One image is scored before the run.
-    body = f"if len(images) > 1: {line}\nreturn [0.5 for _ in images]"
-    assert demo(tmp_path, write(tmp_path, function(body)), "reward.timeout_s=0.5") == 1
+    assert demo(tmp_path, write(tmp_path, function(line)), "reward.timeout_s=0.5") == 1
     error = the_error(capsys)
     assert error.startswith(f"error: reward function 'f' {told}")
     assert "mine.py:5, in f" in error
@@ -70,19 +68,6 @@ def test_a_reward_that_fails_ends_the_command_with_1(
         (
             "def f(data_source, solution_image, ground_truth, extra_info): return 1.0",
             "train.txt:1 has no data_source, which the reward function 'f'(",
-        ),
-        (
-            function("return [row['target'] for row in metadata]"),
-            "reward function 'f' raised KeyError: 'target' at ",
-        ),
-        (
-            function("return [float('nan')]"),
-            "reward function 'f' returned 1 non-finite of 1 scores; the first is nan for sample 0, prompt ",
-        ),
-        (
-            function("return images.mean((2, 3))"),
-            "reward function 'f' returned scores of shape (1, 32), expected (1,): one float per image; it was tried "
-            "before the run with one image of noise and ",
         ),
     ],
 )
