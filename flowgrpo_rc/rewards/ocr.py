@@ -28,7 +28,7 @@ PIXELS_PER_CHARACTER = 8
 """The recogniser emits at most one character per 8 columns of its input."""
 CHUNK = 6
 """Images that share one call of the recogniser. Larger calls are not faster."""
-INSTALL = "install the extra: pip install '.[ocr]' in a checkout"
+INSTALL = "install the extra flowgrpo_rc[ocr]: pip install '.[ocr]' in a checkout"
 
 
 def quoted_target(prompt: str) -> str | None:

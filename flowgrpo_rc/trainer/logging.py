@@ -32,7 +32,12 @@ NOTED = (
     ("gap", (GAP[2], GAP[1]), ".1e"),
 )
 """Columns of a step's line: a name, candidates for the metric, the first that was logged, and its format; without one
-three significant digits."""
+``reward_text``."""
+
+
+def reward_text(value: float) -> str:
+    """``0.500``; small values keep three significant digits."""
+    return f"{value:.3f}" if value == 0 or abs(value) >= 0.1 else number(value)
 
 
 class NonFiniteMetricError(RuntimeError):
@@ -116,7 +121,7 @@ class RunLogger:
         for name, sources, form in NOTED:
             value = next((metrics[source] for source in sources if source in metrics), None)
             if value is not None:
-                noted.append(f"{name} {format(value, form) if form else number(value)}")
+                noted.append(f"{name} {format(value, form) if form else reward_text(value)}")
         note = "  ".join(noted)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, note=note)

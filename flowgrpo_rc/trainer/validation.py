@@ -173,7 +173,7 @@ def save_grid(path: Path, title: str, samples: Sequence[ScoredImage], columns: i
         prompt = sample.prompt if len(sample.prompt) <= 17 else f"{sample.prompt[:16]}…"
         pen.rectangle((right, y, right + CELL - 1, y + CELL - 1), outline="#bbbbbb")
         pen.text((x, y + CELL + 2), prompt, fill="black", font=font)
-        score = number(sample.reward)
+        score = f"{sample.reward:.2f}" if abs(sample.reward) >= 0.1 else number(sample.reward)
         colour = "black"
         if sample.text is not None:  # a reading is right or wrong, other rewards are not
             score += f' read "{sample.text}"'

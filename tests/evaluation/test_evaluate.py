@@ -159,7 +159,7 @@ def foreign(name, tensor):
         (["data.val_files="], "data.val_files: is empty; give a .txt, .jsonl or .parquet file of prompts"),
         (
             ["reward.functions.clip_similarity=1", "reward.clip_similarity.model_path=asset:tiny_clip"],
-            "no reference",
+            "has no 'images', with whose first image the reward 'clip_similarity'",
         ),
     ],
 )
