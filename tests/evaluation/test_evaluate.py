@@ -157,9 +157,11 @@ def foreign(name, tensor):
         (["--prompts=missing.txt"], "missing.txt does not exist or is not a file; check the path"),
         (["--prompts={file}"], "unknown format '.csv'; prompt files end in .txt, .jsonl, .parquet"),
         (["data.val_files="], "data.val_files: is empty; give a .txt, .jsonl or .parquet file of prompts"),
-        (
+        # It loads a CLIP.
+        pytest.param(
             ["reward.functions.clip_similarity=1", "reward.clip_similarity.model_path=asset:tiny_clip"],
             "has no 'images', with whose first image the reward 'clip_similarity'",
+            marks=pytest.mark.run,
         ),
     ],
 )

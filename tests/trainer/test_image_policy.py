@@ -50,6 +50,7 @@ def test_a_step_by_hand_equals_the_trainers_first(bypass, small_config):
     trainer.folder.close()
 
 
+@pytest.mark.run
 def test_the_saved_lora_draws_the_same_images(tmp_path):
     policy = tiny()
     before = policy.draw(["twelve"], seed=3, n=2, learn=False)
@@ -66,6 +67,7 @@ def test_the_saved_lora_draws_the_same_images(tmp_path):
         policy.update(after, [0.0, 1.0])
 
 
+@pytest.mark.run
 def test_guidance_steers_away_from_the_negative_prompt_as_the_family_encodes_it(folder_of_family):
     sana = tiny(folder_of_family("sana"), height=64, width=64, true_cfg_scale=3.0)
     encoder = PromptEncoder(sana.model, PIPELINE["max_sequence_length"])
@@ -78,6 +80,7 @@ def test_guidance_steers_away_from_the_negative_prompt_as_the_family_encodes_it(
         Conditioning(drawn.conditioning.prompts, None, 3.0, None, 64, 64)
 
 
+@pytest.mark.run
 def test_refusals():
     with pytest.raises(ValueError, match="clip_ratio: got auto, .* give numbers"):
         tiny(actor={"diffusion_loss": {"clip_ratio": "auto"}, "rollout_correction": {"bypass_mode": True}})
