@@ -126,10 +126,6 @@ def test_two_processes_equal_one(evaluate, finished_run, tmp_path):
             assert other["scores"][model] == pytest.approx(scores, rel=0.02, abs=1e-3)
 
 
-def foreign(name, tensor):
-    return tensor
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
