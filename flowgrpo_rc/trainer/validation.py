@@ -173,7 +173,8 @@ def save_grid(path: Path, title: str, samples: Sequence[ScoredImage], columns: i
         prompt = sample.prompt if len(sample.prompt) <= 17 else f"{sample.prompt[:16]}…"
         pen.rectangle((right, y, right + CELL - 1, y + CELL - 1), outline="#bbbbbb")
         pen.text((x, y + CELL + 2), prompt, fill="black", font=font)
-        score = f"{sample.reward:.2f}" if abs(sample.reward) >= 0.1 else number(sample.reward)
+        small = 0 < abs(sample.reward) < 0.1
+        score = number(sample.reward) if small else f"{sample.reward:.2f}"
         colour = "black"
         if sample.text is not None:  # a reading is right or wrong, other rewards are not
             score += f' read "{sample.text}"'
