@@ -169,7 +169,7 @@ def _recommended(result: Any) -> str:
         return f"Recommended: {words}"
     if (advice.mode == "bypass") != setting["bypass_mode"]:
         return f"No change needed; {words} would do too"
-    return "No change needed" if same else f"No change needed; more headroom with {words}"
+    return f"No change needed: {words}" if same else f"No change needed; more headroom with {words}"
 
 
 def write_result(root: Path, result: Any) -> list[str]:

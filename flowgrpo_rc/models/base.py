@@ -127,14 +127,6 @@ class Conditioning:
     height: int
     width: int
 
-    def __post_init__(self) -> None:
-        # Without negative prompts the images would be drawn unguided, in silence.
-        if self.true_cfg_scale > 1 and self.negative is None:
-            raise ValueError(
-                f"true_cfg_scale: got {self.true_cfg_scale:g} without negative prompts, which guidance steers away "
-                "from; encode the pipeline's own, model.negative_prompt, or set it to 1"
-            )
-
     def to(self, device: torch.device) -> "Conditioning":
         """All of it, on ``device``."""
         negative = None if self.negative is None else self.negative.map(lambda tensor: onto(tensor, device))

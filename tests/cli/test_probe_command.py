@@ -57,14 +57,14 @@ def test_the_command_gates_on_its_exit_code(probe, tmp_path):
     code, said, _ = probe("--images", "8", f"{CLIP}=auto")
     assert code == 0
     assert "clip band auto, 1 +- " in said
-    assert "No change needed; a rejection band" in said
+    assert "No change needed: bypass mode, clip_ratio=auto; a rejection band" in said
 
 
 @pytest.mark.parametrize(
     ("verdict", "mode", "bypass_mode", "limit", "says"),
     [
-        ("safe", "bypass", True, 0.01, "No change needed"),
-        ("safe", "bypass", True, "auto", "No change needed"),
+        ("safe", "bypass", True, 0.01, "No change needed: bypass mode, clip_ratio=0.01"),
+        ("safe", "bypass", True, "auto", "No change needed: bypass mode, clip_ratio=auto"),
         ("safe", "bypass", True, 0.05, "No change needed; more headroom with bypass mode, clip_ratio=0.05"),
         ("safe", "bypass", False, 0.05, "No change needed; bypass mode, clip_ratio=0.05 would do too"),
         ("not shown safe", "bypass", True, 0.05, "Recommended: bypass mode, clip_ratio=0.05"),
