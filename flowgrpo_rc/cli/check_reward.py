@@ -68,11 +68,9 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _first_rows(data: Any) -> list[tuple[str, dict[str, Any]]]:
     """Prompts and other columns of ``data.train_files``, as many as there are pictures; none without files."""
-    from flowgrpo_rc.data import file_list, load_prompts
-    from flowgrpo_rc.paths import resolve_asset
+    from flowgrpo_rc.data.prompts import read_prompt_files
 
-    paths = [resolve_asset(path) for path in file_list("data", data.train_files)]
-    records = load_prompts(paths, prompt_key=data.prompt_key, max_samples=4) if paths else []
+    records = read_prompt_files(data.train_files, data.prompt_key, 4)
     return [(record.prompt, record.metadata) for record in records]
 
 

@@ -11,8 +11,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.data.config import file_list
 from flowgrpo_rc.messages import one_line, reason
-from flowgrpo_rc.paths import LFS_POINTER
+from flowgrpo_rc.paths import LFS_POINTER, resolve_asset
 from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.reference_files import IMAGES_KEY, ReferenceReader
 
@@ -39,6 +40,12 @@ class PromptRecord:
     """The other columns of the row, for reward functions, and ``images`` where there are any."""
     source: str = ""
     """Place in the file, for messages: ``train.txt:3`` is line 3, ``train.parquet:3`` is row 3, counted from 1."""
+
+
+def read_prompt_files(files: Any, prompt_key: str, max_samples: int | None) -> list[PromptRecord]:
+    """The prompts of the files of a setting, which may be assets; none without files. Raises as ``load_prompts``."""
+    paths = [resolve_asset(path) for path in file_list("data", files)]
+    return load_prompts(paths, prompt_key=prompt_key, max_samples=max_samples) if paths else []
 
 
 def load_prompts(

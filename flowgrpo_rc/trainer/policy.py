@@ -11,14 +11,12 @@ from jaxtyping import Int, UInt8
 from tensordict import TensorDict
 from torch import Tensor
 
-from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, ModeInForce
+from flowgrpo_rc.actor import DiffusionActorConfig, ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models import Conditioning, ModelConfig, PipelineLoader, PromptEncoder
-from flowgrpo_rc.models.config import AS_ROLLOUT
 from flowgrpo_rc.models.lora import save_lora
 from flowgrpo_rc.models.prompt_store import open_store
 from flowgrpo_rc.models.prompts import check_length
@@ -30,6 +28,7 @@ from flowgrpo_rc.sde import draw_window_start
 from flowgrpo_rc.section import convert
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.encoding import PromptSet, check_numbers, condition
+from flowgrpo_rc.trainer.setup import build_actor
 
 
 @dataclass(frozen=True)
@@ -105,19 +104,7 @@ class ImagePolicy:
         # Before the actor, whose adapter the engine would freeze.
         self.engine = build_engine(sampling, self.model, lora, accelerator.device)
         torch.manual_seed(seed)
-        self.actor = DiffusionActor(
-            self.model,
-            config,
-            lora,
-            accelerator,
-            sde_type=sampling.algo.sde_type,
-            noise_level=sampling.algo.noise_level,
-            total_optimizer_steps=total_optimizer_steps,
-            score_batch_size=sampling.log_prob_micro_batch_size_per_gpu,
-            timestep_dtype=torch_dtype(sampling.dtype) if lora.timestep_dtype == AS_ROLLOUT else None,
-        )
-        if lora.lora_adapter_path:
-            self.actor.load_adapter(Path(lora.lora_adapter_path))
+        self.actor = build_actor(self.model, lora, sampling, config, accelerator, total_optimizer_steps)
         self._adapter = AdapterSync(self.engine, self.actor, lag=0)
         self.step = 0
         """Number of updates."""

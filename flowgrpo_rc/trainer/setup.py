@@ -11,23 +11,24 @@ from typing import Any
 
 import torch
 
-from flowgrpo_rc.actor import DiffusionActor
+from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.data import PromptRecord, PromptSampler, file_list, load_prompts
+from flowgrpo_rc.data import PromptRecord, PromptSampler
+from flowgrpo_rc.data.prompts import read_prompt_files
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
 from flowgrpo_rc.models.attention import check_attention_backend
-from flowgrpo_rc.models.base import Conditioning
-from flowgrpo_rc.models.config import AS_ROLLOUT
+from flowgrpo_rc.models.base import Conditioning, DiffusionModel
+from flowgrpo_rc.models.config import AS_ROLLOUT, ModelConfig
 from flowgrpo_rc.models.sharding import check_sharding, processes_on_node, shard_base
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
 from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories, build_engine
 from flowgrpo_rc.rollout.build import check_engine, check_placement
-from flowgrpo_rc.rollout.config import PipelineConfig, Share
+from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig, Share
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
@@ -174,23 +175,36 @@ class Run:
         self.model.batch_guidance = parts.model.batch_guidance
         self.encoder = PromptEncoder(self.model, parts.rollout.pipeline.max_sequence_length, self.store)
         self.engine = build_engine(parts.rollout, self.model, parts.model, self.accelerator.device, self._share)
-        follows = parts.model.timestep_dtype == AS_ROLLOUT
         # Again: loaders and engines draw different amounts, and the adapter must not depend on them.
         torch.manual_seed(self.config.trainer.seed)
-        self.actor = DiffusionActor(
-            self.model,
-            parts.actor,
-            parts.model,
-            self.accelerator,
-            sde_type=parts.rollout.algo.sde_type,
-            noise_level=parts.rollout.algo.noise_level,
-            total_optimizer_steps=self.total_steps * self.config.mini_batches * parts.actor.ppo_epochs,
-            score_batch_size=parts.rollout.log_prob_micro_batch_size_per_gpu,
-            timestep_dtype=torch_dtype(parts.rollout.dtype) if follows else None,
-        )
-        if parts.model.lora_adapter_path:
-            self.actor.load_adapter(Path(parts.model.lora_adapter_path))
+        steps = self.total_steps * self.config.mini_batches * parts.actor.ppo_epochs
+        self.actor = build_actor(self.model, parts.model, parts.rollout, parts.actor, self.accelerator, steps)
         self.adapter = AdapterSync(self.engine, self.actor, parts.rollout.staleness, parts.rollout.ahead)
+
+
+def build_actor(
+    model: DiffusionModel,
+    lora: ModelConfig,
+    rollout: RolloutConfig,
+    config: DiffusionActorConfig,
+    accelerator: Any,
+    total_optimizer_steps: int,
+) -> DiffusionActor:
+    """The actor of the sections ``model``, ``rollout`` and ``actor``, with the adapter that training starts from."""
+    actor = DiffusionActor(
+        model,
+        config,
+        lora,
+        accelerator,
+        sde_type=rollout.algo.sde_type,
+        noise_level=rollout.algo.noise_level,
+        total_optimizer_steps=total_optimizer_steps,
+        score_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
+        timestep_dtype=torch_dtype(rollout.dtype) if lora.timestep_dtype == AS_ROLLOUT else None,
+    )
+    if lora.lora_adapter_path:
+        actor.load_adapter(Path(lora.lora_adapter_path))
+    return actor
 
 
 def make_accelerator(config: FlowGRPOConfig, **more: Any) -> Any:
@@ -215,13 +229,10 @@ def read_prompts(config: FlowGRPOConfig, *, trains: bool = True) -> tuple[list[P
         ValueError: a file is missing or damaged, or there are no prompts.
     """
     data = config.data
-
-    def read(files: Any, limit: int | None) -> list[PromptRecord]:
-        paths = [resolve_asset(path) for path in file_list("data", files)]
-        return load_prompts(paths, prompt_key=data.prompt_key, max_samples=limit) if paths else []
-
-    train = read(data.train_files, data.train_max_samples) if trains else []
-    validation = read(data.val_files, data.val_max_samples)
+    train: list[PromptRecord] = []
+    if trains:
+        train = read_prompt_files(data.train_files, data.prompt_key, data.train_max_samples)
+    validation = read_prompt_files(data.val_files, data.prompt_key, data.val_max_samples)
     if not (train if trains else validation):
         files = "train_files" if trains else "val_files"
         raise ValueError(f"data.{files}: is empty; give a .txt, .jsonl or .parquet file of prompts")
