@@ -75,7 +75,8 @@ def run_command(arguments: argparse.Namespace) -> int:
             found = validate(run, run.generate)
             # The first image of each prompt; a short list of prompts has more images than prompts.
             shown = [one for one in found.shown if one.number < count]
-            images, totals = [one.image for one in shown], [one.reward for one in shown]
+            images = [one.image for one in shown]
+            totals = [one.reward for one in shown]
             scores = [
                 reward | {f"images/{n}": float(values[i]) for n, values in found.statistics.items()}
                 for i, reward in enumerate(found.rewards)
@@ -166,10 +167,10 @@ def _configuration(arguments: argparse.Namespace) -> Any:
     """The configuration without what training alone needs."""
     from flowgrpo_rc.cli.compose import compose
 
-    name, folder = arguments.config_name, arguments.config_dir
-    if arguments.run_dir is not None:
-        name, folder = "config", str(arguments.run_dir)
-    config = compose(name, arguments.overrides, folder)
+    if arguments.run_dir is None:
+        config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
+    else:
+        config = compose("config", arguments.overrides, str(arguments.run_dir))
     rollout = config.actor_rollout_ref.rollout
     if arguments.prompts:
         config.data.val_files = arguments.prompts

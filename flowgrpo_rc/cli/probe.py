@@ -157,7 +157,8 @@ def _limit_words(setting: dict[str, Any], objective: Objective) -> str:
 
 def _recommended(result: Any) -> str:
     """The recommended mode and limit, beside the configured ones where these are safe."""
-    setting, advice = result.setting, result.advice
+    setting = result.setting
+    advice = result.advice
     words = f"{advice.mode} mode"
     # Compared as ``advise`` has compared them: a limit is recommended wider than the configured one, or as it is.
     same = advice.limit in (None, "auto", min(setting["clip_band"]))

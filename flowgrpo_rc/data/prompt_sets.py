@@ -7,10 +7,10 @@ object the keys of all others, and GenEval's scorer checks the colour of each ob
 
 import csv
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,9 @@ def prepare_prompts(name: str, source: str | PathLike[str], output_dir: str | Pa
         ValueError: there is no such file or several, or it has another form; names file and line, the form expected
             and where the file is found. Or ``output_dir`` cannot be made.
     """
+    # serve-reward imports this package and runs where filelock is not installed.
+    from flowgrpo_rc.run_folder import write_whole
+
     form = PROMPT_SETS[name]
     splits: dict[str, list[dict[str, Any]]] = {}
     try:
@@ -157,11 +160,8 @@ def prepare_prompts(name: str, source: str | PathLike[str], output_dir: str | Pa
     written: list[PreparedFile] = []
     for split, rows in splits.items():
         path = Path(output_dir) / f"{split}.jsonl"
-        # Renamed when it is whole, so that a reader never sees half a file.
-        temporary = path.with_name(path.name + ".tmp")
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        temporary.write_text("".join(lines), encoding="utf-8")
-        os.replace(temporary, path)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_whole(path, partial(Path.write_text, data=text, encoding="utf-8"))
         written.append(PreparedFile(path=path, split=split, num_prompts=len(rows)))
     return written
 

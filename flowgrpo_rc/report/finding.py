@@ -82,6 +82,11 @@ def worst(findings: Sequence[Finding]) -> str:
     return max((f.level for f in findings), key=LEVELS.index, default=OK)
 
 
+def fixed(value: float, digits: int) -> str:
+    """Format a number with so many decimals; a small one keeps three significant digits."""
+    return number(value) if 0 < abs(value) < 0.1 else f"{value:.{digits}f}"
+
+
 def number(value: float) -> str:
     """Format a number with three significant digits, and exponents only for very small or large ones."""
     if value == 0:

@@ -14,7 +14,7 @@ from flowgrpo_rc.correction.options.explanation import in_force
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.report.checks_gap import GAP
 from flowgrpo_rc.report.checks_images import HACKING_CHECKS
-from flowgrpo_rc.report.finding import OK, number
+from flowgrpo_rc.report.finding import OK, fixed, number
 from flowgrpo_rc.report.health import check_health
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.report.page import headline
@@ -32,12 +32,7 @@ NOTED = (
     ("gap", (GAP[2], GAP[1]), ".1e"),
 )
 """Columns of a step's line: a name, candidates for the metric, the first that was logged, and its format; without one
-``reward_text``."""
-
-
-def reward_text(value: float) -> str:
-    """``0.500``; small values keep three significant digits."""
-    return f"{value:.3f}" if value == 0 or abs(value) >= 0.1 else number(value)
+``fixed`` with three decimals."""
 
 
 class NonFiniteMetricError(RuntimeError):
@@ -121,7 +116,7 @@ class RunLogger:
         for name, sources, form in NOTED:
             value = next((metrics[source] for source in sources if source in metrics), None)
             if value is not None:
-                noted.append(f"{name} {format(value, form) if form else reward_text(value)}")
+                noted.append(f"{name} {format(value, form) if form else fixed(value, 3)}")
         note = "  ".join(noted)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, note=note)

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.evaluation.comparison import scaled
 from flowgrpo_rc.evaluation.image_statistics import STATISTICS, image_statistics, summary, thumbnails
-from flowgrpo_rc.report.finding import number
+from flowgrpo_rc.report.finding import fixed
 from flowgrpo_rc.rewards import PartialScoring
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.seeds import VALIDATION, seed_for
@@ -173,8 +173,7 @@ def save_grid(path: Path, title: str, samples: Sequence[ScoredImage], columns: i
         prompt = sample.prompt if len(sample.prompt) <= 17 else f"{sample.prompt[:16]}…"
         pen.rectangle((right, y, right + CELL - 1, y + CELL - 1), outline="#bbbbbb")
         pen.text((x, y + CELL + 2), prompt, fill="black", font=font)
-        small = 0 < abs(sample.reward) < 0.1
-        score = number(sample.reward) if small else f"{sample.reward:.2f}"
+        score = fixed(sample.reward, 2)
         colour = "black"
         if sample.text is not None:  # a reading is right or wrong, other rewards are not
             score += f' read "{sample.text}"'

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.cli.main import _parse, main
 from flowgrpo_rc.data import PROMPT_SETS, load_prompts, prepare_prompts
 from flowgrpo_rc.rewards.remote.protocols import PROTOCOLS, Request
 
@@ -201,3 +201,8 @@ def test_a_folder_without_the_file_or_with_two_is_refused(tmp_path: Path) -> Non
         write(tmp_path / folder / "test_metadata.jsonl", lines(*GENEVAL))
     with pytest.raises(ValueError, match=r"holds .*geneval/test_.* and .*unseen.*; give one of them; geneval is"):
         prepare_prompts("geneval", tmp_path, tmp_path / "out")
+
+
+def test_the_command_takes_every_set():
+    for name in PROMPT_SETS:
+        assert _parse(["prepare-data", name, "--input", "a", "--output", "b"]).dataset == name
