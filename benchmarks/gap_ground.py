@@ -4,7 +4,9 @@
     python benchmarks/gap_ground.py --verdicts          # `flowgrpo-rc probe` on every setting with a result
     python benchmarks/gap_ground.py --keep outputs/ends # trains likewise, and keeps the final adapters
     python benchmarks/gap_ground.py --verdicts --from end --keep outputs/ends       # the probe on those
-    python benchmarks/gap_ground.py --report            # writes the tables of docs/gap_study.md; runs nothing
+    python benchmarks/gap_ground.py --report            # writes the table of docs/gap_study.md; runs nothing
+
+Each prints every setting with its drift, those whose final adapter was probed with both.
 
 The limits of the drift were chosen on the gap study and on the settings here whose name ends in ``CHOSEN_ON``; no other
 run of this file had ended then. Those of the modes ``NEW`` were used for nothing: they tell whether the probe is right
@@ -21,7 +23,7 @@ from pathlib import Path
 from statistics import correlation, fmean
 from typing import Any
 
-from gap_study import BYPASS, DECOUPLED, PRECISIONS, VERDICT_CELLS, probed, read_verdicts, verdicts_of
+from gap_study import BYPASS, DECOUPLED, PRECISIONS, VERDICT_CELLS, marked, probed, read_verdicts
 from learning import COMMON, LOSS, ROLLOUT
 from training_runs import HERE, Overrides, Study, load, run_missing, write_table
 
@@ -70,6 +72,11 @@ MODES: dict[str, Overrides] = {
         ("bfloat16", "5e-4"),
     )
 }
+COLUMNS = (
+    *(("fp8", clip) for clip in ("3e-3", "2e-3", "1.5e-3", "1e-3", "5e-4")),
+    *(("bfloat16", clip) for clip in ("5e-4", "3e-4", "2e-4")),
+)
+"""Of the page's table: precision and clip in bypass mode."""
 DECOUPLED_GROUNDS = ("sde_w4_n0.7_lr0.001", "dance_sde_w2_n0.7_lr0.001", "cps_w2_n0.7_lr0.001")
 """Where decoupled mode is tried, too."""
 
@@ -134,6 +141,22 @@ def tables(found: list[dict[str, Any]]) -> str:
         part = new if row["setting"].endswith(NEW) else chosen_on if row["setting"].endswith(CHOSEN_ON) else known
         part.append(row)
     return "\n\n".join(f"{head}:\n\n{table(part)}" for head, part in parts.items())
+
+
+def page_table(found: list[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: a row a ground, a column a mode; what was lost against the twin, in the type of the verdict."""
+    heads = {f"{precision}_bypass_{clip}": f"{precision} {clip}" for precision, clip in COLUMNS}
+    heads["fp8_decoupled_1e-3"] = "fp8 decoupled"
+    lines = [f"| ground | twin's reward | {' | '.join(heads.values())} |", f"|{'---|' * (2 + len(heads))}"]
+    by_name = {row["setting"]: row for row in found}
+    for ground in GROUNDS:
+        twin = fmean(run["final_held_out"] for run in runs[f"{ground}_{TWIN}"])
+        cells = [f"`{ground}`", f"{twin:.2f}"]
+        for mode in heads:
+            row = by_name.get(f"{ground}_{mode}")
+            cells.append(marked(f"{row['lost']:.2f}", row["verdict"]) + " (wrong)" * bool(row["wrong"]) if row else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -213,12 +236,8 @@ def main() -> int:
     found = rows(load(settings, arguments.results), read_verdicts(arguments.results))
     ends = read_verdicts(arguments.results, end=True)
     if arguments.report:
-        write_table(PAGE, RESULTS, tables(found))
-        write_table(PAGE, verdicts_of(RESULTS, end=True), feedback(found, ends))
-    elif end:
-        print(feedback(found, ends))
-    else:
-        print(tables(found))
+        write_table(PAGE, RESULTS, page_table(found, load(settings, RESULTS)))
+    print(tables(found), feedback(found, ends), sep="\n\n")
     return 1 if failed else 0
 
 

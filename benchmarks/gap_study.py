@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,7 @@ from training_runs import (
 )
 
 RESULTS = HERE / "results" / "gap_study.jsonl"
-PAGE = HERE.parent / "docs" / "gap_study_runs.md"
+PAGE = HERE.parent / "docs" / "gap_study.md"
 PLOT = HERE.parent / "docs" / "images" / "gap_study.png"
 FIXED_BAND = "0.999_1.001"
 """Of the rejection that does not follow the gap; for ``seq_mean_k1``."""
@@ -255,33 +256,44 @@ def verdict_of(probe: dict[str, Any]) -> dict[str, Any]:
 
 
 VERDICT_CELLS = {"safe": "safe", "not shown safe": "*not shown safe*", "not safe": "**not safe**", None: ""}
-"""How the table writes the probe's verdicts; ``None``: there is none."""
+"""How tables write the probe's verdicts; ``None``: there is none."""
+
+
+def marked(cell: str, verdict: str | None) -> str:
+    """A cell in the type of its verdict: bold where not safe, italic where not shown safe."""
+    star = {"not safe": "**", "not shown safe": "*"}.get(verdict or "", "")
+    return f"{star}{cell}{star}"
 
 
 def table(runs: dict[str, list[dict]], verdicts: dict[str, dict[str, Any]]) -> str:
-    """Markdown: for each age of the adapter a table of modes and precisions; rewards are those of the last validation.
+    """Markdown: a table of modes and precisions with the ages of the grid in each cell, and one of each further age.
 
-    Every other figure of a run is in ``RESULTS``.
+    Rewards are those of the last validation, in the type of their verdict (``marked``), with an interval if there are
+    several seeds. Every other figure of a run is in ``RESULTS``.
     """
     rewards = {setting: [run["final_held_out"] for run in group] for setting, group in runs.items()}
     noise = Noise.of(list(rewards.values()))
+
+    def cell(setting: str) -> str:
+        values = rewards.get(setting, [])
+        if len(values) < 2:
+            text = f"{values[0]:.2f}" if values else "-"
+        else:
+            text = f"{noise.interval(values)} ({len(values)})"
+        return marked(text, verdicts.get(setting, {}).get("verdict"))
+
     lines = []
-    for staleness in STALENESS:
-        names = {setting: setting.split(f"_stale{staleness}_") for setting in runs if f"_stale{staleness}_" in setting}
-        modes = dict.fromkeys(mode for _, mode in names.values())
-        lines += ["", f"Adapter {staleness} optimizer steps old:", ""]
+    for ages in (GRID, *((age,) for age in STALENESS if age not in GRID)):
+        known = [setting for setting in runs if any(f"_stale{age}_" in setting for age in ages)]
+        lines += ["", f"Adapter {', '.join(map(str, ages))} optimizer steps old:", ""]
         lines += [f"| mode and clip | {' | '.join(PRECISIONS)} |", f"|{'---|' * (1 + len(PRECISIONS))}"]
-        for mode in modes:
-            cells = []
-            for precision in PRECISIONS:
-                setting = f"{precision}_stale{staleness}_{mode}"
-                seeds = f" ({len(rewards[setting])})" if len(rewards.get(setting, ())) > 1 else ""
-                verdict = VERDICT_CELLS[verdicts.get(setting, {}).get("verdict")]
-                marked = f" {verdict}" if verdict not in ("", "safe") else ""
-                cells.append(f"{noise.interval(rewards[setting])}{seeds}{marked}" if setting in rewards else "")
-            lines.append(f"| `{mode}` | {' | '.join(cells)} |")
+        for mode in dict.fromkeys(re.sub(r"^[a-z0-9]+_stale\d+_", "", setting) for setting in known):
+            cells = [[cell(f"{precision}_stale{age}_{mode}") for age in ages] for precision in PRECISIONS]
+            texts = ["" if set(several) == {"-"} else ", ".join(several) for several in cells]
+            lines.append(f"| `{mode}` | {' | '.join(texts)} |")
     if noise.freedom:
-        lines += ["", f"Deviation between seeds: {noise.deviation:.3f} ({noise.freedom} degrees of freedom)"]
+        deviation = f"Deviation between seeds: {noise.deviation:.3f} ({noise.freedom} degrees of freedom)"
+        lines += ["", f"{deviation}; interval of a single seed: ±{noise.half_width(1):.2f}"]
     return "\n".join(lines[1:])
 
 

@@ -267,7 +267,7 @@ TABLE_ENDS = "<!-- end of the table -->"
 
 
 def write_table(page: Path, results: Path, table: str) -> None:
-    """Put ``table`` in the place of the page's table of ``results``.
+    """Put ``table`` in the place of the page's table of ``results`` (or of a script that makes another one of them).
 
     Raises:
         ValueError: the page has no such place.

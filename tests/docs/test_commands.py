@@ -26,6 +26,7 @@ PAGES = (
     "weights.md",
     "editing.md",
     "gap.md",
+    "gap_study.md",
     "prompts.md",
     "rollouts_elsewhere.md",
     "vllm_omni.md",
@@ -36,7 +37,7 @@ PAGES = (
     "howto/sharding.md",
 )
 """``test_docs_pages.py`` runs those of the quickstart, of the reward servers and of the other how-tos."""
-HARDWARE = ("docker", "kubectl", "hf", "git", "mkdir", "pip", "export", "ray", "vllm", "make")
+HARDWARE = ("docker", "kubectl", "hf", "git", "mkdir", "pip", "export", "ray", "vllm", "make", "python")
 """Programs whose effect needs a daemon, a cluster, a network or minutes: their arguments are checked."""
 
 
@@ -99,6 +100,9 @@ def check_hardware(words, given):
     elif program == "kubectl":
         assert rest[:2] == ["apply", "-f"]
         assert (ROOT / rest[2]).is_file()
+    elif program == "python":
+        script = (ROOT / rest[0]).read_text()
+        assert [word for word in rest if word.startswith("--") and f'"{word}"' not in script] == []
     elif program == "make":
         assert f"\n{rest[0]}:" in (ROOT / "Makefile").read_text()
     elif program == "pip":
