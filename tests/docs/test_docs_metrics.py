@@ -41,6 +41,7 @@ def documented():
 def _pattern(row):
     parts = re.split(r"\{(\w+)\}", row)
     text = "".join(re.escape(part) if i % 2 == 0 else f"(?:{PLACEHOLDERS[part]})" for i, part in enumerate(parts))
+    text = text.replace(r"\[", "(?:").replace(r"\]", ")?")  # logged with and without
     return re.compile(f"(?:actor/)?{text}" if row.startswith("rollout_corr/") else text)
 
 
