@@ -19,6 +19,7 @@ from flowgrpo_rc.cli.main import _parse
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "../README.md",
+    "../CONTRIBUTING.md",
     "recipes.md",
     "troubleshooting.md",
     "reward_hacking.md",
@@ -28,6 +29,8 @@ PAGES = (
     "gap.md",
     "gap_study.md",
     "prompts.md",
+    "prompt_files.md",
+    "report.md",
     "rollouts_elsewhere.md",
     "vllm_omni.md",
     "rewards/clip.md",
@@ -37,7 +40,8 @@ PAGES = (
     "howto/sharding.md",
 )
 """``test_docs_pages.py`` runs those of the quickstart, of the reward servers and of the other how-tos."""
-HARDWARE = ("docker", "kubectl", "hf", "git", "mkdir", "pip", "export", "ray", "vllm", "make", "python")
+HARDWARE = ("docker", "kubectl", "hf", "git", "mkdir", "cp", "pip", "export", "ray", "vllm")
+HARDWARE += ("make", "python", "ruff", "pyright")
 """Programs whose effect needs a daemon, a cluster, a network or minutes: their arguments are checked."""
 
 
@@ -45,7 +49,7 @@ def commands_of(page):
     """Commands of the page's ``bash`` blocks, without comments, each in one line."""
     text = "\n".join(block.text for block in blocks(page) if block.language == "bash")
     lines = [re.sub(r"(?:^|\s+)#.*", "", line).strip() for line in text.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line]
+    return [part for line in lines if line for part in line.replace(".venv/bin/", "").split(" && ")]
 
 
 ALL = [(page, line) for page in PAGES for line in commands_of(page)]
@@ -100,6 +104,10 @@ def check_hardware(words, given):
     elif program == "kubectl":
         assert rest[:2] == ["apply", "-f"]
         assert (ROOT / rest[2]).is_file()
+    elif program in ("ruff", "pyright"):
+        assert f'"{program}' in (ROOT / "pyproject.toml").read_text()
+    elif program == "python" and rest[:2] == ["-m", "pytest"]:
+        assert (ROOT / rest[-1]).is_dir()
     elif program == "python":
         script = (ROOT / rest[0]).read_text()
         assert [word for word in rest if word.startswith("--") and f'"{word}"' not in script] == []
