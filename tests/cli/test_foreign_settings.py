@@ -405,15 +405,6 @@ def quoted(cell):
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_the_commands_of_the_page_compose():
-    blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
-    assert blocks
-    for block in blocks:
-        words = shlex.split(block.replace("\\\n", " "))
-        assert words[:2] == ["flowgrpo-rc", "train"]
-        quietly(*words[2:])
-
-
 @pytest.mark.slow
 def test_pairs_of_the_page_configure_the_same_run():
     for there, here in table("What acts through another key"):

@@ -89,6 +89,17 @@ def test_every_test_that_a_page_names_exists():
     assert named - set(re.findall(r"^def (test_\w+)", files, re.M)) == set()
 
 
+def test_a_file_that_a_page_shows_is_named_before_it():
+    """GitHub does not show the titles of code blocks."""
+    shown = [
+        (page, paragraph, title)
+        for page in [*DOCS.parent.glob("*.md"), *DOCS.rglob("*.md")]
+        for paragraph, title in re.findall(r"([^\n]+(?:\n[^\n]+)*)\n\n```\w+ title=\"([^\"]+)\"", page.read_text())
+    ]
+    assert len(shown) > 10
+    assert [(page, title) for page, paragraph, title in shown if f"`{title}`" not in paragraph] == []
+
+
 def test_every_name_of_the_package_is_in_the_reference():
     import flowgrpo_rc
 
