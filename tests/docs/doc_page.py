@@ -1,4 +1,4 @@
-"""Runs a page of the documentation as a reader would, and holds what it prints against what the page shows.
+"""Runs a page of the documentation or a notebook as a reader would, and holds what it prints against what is shown.
 
 How a page's blocks are read:
 
@@ -13,6 +13,7 @@ How a page's blocks are read:
 
 import contextlib
 import io
+import json
 import re
 import shlex
 from dataclasses import dataclass
@@ -42,14 +43,26 @@ def blocks(page):
     return [Block(m["language"], m["title"], m["text"], source.count("\n", 0, m.start("text")) + 1) for m in found]
 
 
+def cells(notebook):
+    """The code cells of a notebook; one that begins with ``!`` is a command. Their lines are counted from 1."""
+    found = json.loads(notebook.read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
+    return [Block("bash" if text[0] == "!" else "python", None, text.removeprefix("!"), 1) for text in sources]
+
+
 def run_page(page, folder, monkeypatch, only=slice(None), *, digits=True):
     """Run ``docs/PAGE``, or ``only`` some of its blocks, in ``folder``; returns the scope of its Python blocks."""
+    return run_blocks(blocks(page)[only], f"docs/{page}", folder, monkeypatch, digits=digits)
+
+
+def run_blocks(found, name, folder, monkeypatch, *, digits=True):
+    """Run the blocks of a page ``name`` in ``folder``; returns the scope of its Python blocks."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     scope = {"__name__": "page"}
     printed = ""
-    for block in blocks(page)[only]:
-        where = f"docs/{page}:{block.line}"
+    for block in found:
+        where = f"{name}:{block.line}"
         if block.title is not None:
             (Path(folder) / block.title).write_text(block.text)
         elif block.language == "python":

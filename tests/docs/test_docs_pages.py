@@ -3,14 +3,17 @@
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import re
 from pathlib import Path
 from unittest.mock import patch
 
 import diffusers
+import numpy as np
 import pytest
 import torch
-from doc_page import DOCS, assert_shown, run_page
+from doc_page import DOCS, assert_shown, blocks, cells, run_blocks, run_page
+from matplotlib import pyplot
 
 from flowgrpo_rc import FlowGRPOConfig, diffusion_loss
 from flowgrpo_rc.correction import plan
@@ -23,6 +26,9 @@ from flowgrpo_rc.report import health
 from flowgrpo_rc.rewards.registry import REWARDS
 from flowgrpo_rc.rollout.engines import ENGINES
 
+ROOT = DOCS.parent
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+
 
 @pytest.mark.run
 def test_quickstart(tmp_path, monkeypatch):
@@ -30,8 +36,49 @@ def test_quickstart(tmp_path, monkeypatch):
     scope["trainer"].folder.close()
     assert (tmp_path / "outputs/first_run/report.html").is_file()
     held_out = [row["val/reward/brightness"] for row in scope["run"].rows if "val/reward/brightness" in row]
-    assert held_out[-1] > held_out[0] + 0.005
+    assert held_out[-1] > held_out[0] + 0.02
     assert 0.1 < scope["gap"].value < 0.5
+    before, after = drawn_as_trained(scope)
+    assert after.mean() > before.mean() + 5
+
+
+def drawn_as_trained(scope):
+    """A page's pictures before and after, (N, H, W, 3) each, once their settings are those of its run."""
+    settings = scope["run"].config["actor_rollout_ref"]["rollout"]["pipeline"]
+    assert scope["pipe"].scheduler.num_inference_steps == settings["num_inference_steps"]
+    assert f"true_cfg_scale={settings['true_cfg_scale']}" in cells(NOTEBOOK)[-1].text
+    before = np.stack(scope["before"]).astype(float)
+    after = np.stack(scope["after"]).astype(float)
+    assert before.shape == after.shape == (len(scope["prompts"]), settings["height"], settings["width"], 3)
+    return before, after
+
+
+@pytest.mark.run
+def test_the_notebook(tmp_path, monkeypatch):
+    """Held-out rewards rise, and ``evaluate`` finds those of the run's first and last validation again."""
+    pyplot.switch_backend("agg")
+    scope = run_blocks(cells(NOTEBOOK), "notebook", tmp_path, monkeypatch)
+    held_out = [row["val/reward/mean"] for row in scope["run"].rows if "val/reward/mean" in row]
+    assert len(held_out) == 6
+    assert held_out[-1] > held_out[0] + 0.03
+    training, validation = (line.get_ydata() for line in scope["axes"].lines)
+    assert len(training) == 25
+    assert list(validation) == held_out
+    table = json.loads((tmp_path / "outputs/tour_evaluation/evaluation.json").read_text())["table"]
+    means = {row["model"]: row["mean"] for row in table if row["score"] == "mean"}
+    assert means == {"base": held_out[0], "lora": held_out[-1]}
+    assert set(scope["prompts"]) <= set((ROOT / "assets/tiny_ocr/test.txt").read_text().splitlines())
+    assert np.abs(np.subtract(*drawn_as_trained(scope))).mean((1, 2, 3)).min() > 2  # every picture changed
+    pyplot.close(scope["figure"])
+
+
+def test_the_notebook_is_committed_without_outputs_and_draws_as_the_quickstart():
+    whole = json.loads(NOTEBOOK.read_text())
+    assert [cell for cell in whole["cells"] if cell.get("outputs") or cell.get("execution_count")] == []
+    page = next(block.text for block in blocks("quickstart.md") if "load_lora_weights" in block.text)
+    of_page = page.partition("\npipe = ")[2].replace("outputs/first_run", "outputs/tour")
+    of_notebook = cells(NOTEBOOK)[-1].text.partition("\npipe = ")[2]
+    assert of_page + "grid" == of_notebook
 
 
 @pytest.mark.run
