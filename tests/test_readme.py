@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from flowgrpo_rc import __version__
-from flowgrpo_rc.cli.main import _parse
+from flowgrpo_rc.cli.main import _parse, main
 from flowgrpo_rc.loss import OBJECTIVES
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
@@ -31,6 +31,14 @@ def test_its_commands_are_ones_that_the_command_line_takes():
     assert len(lines) == 5
     for line in lines:
         assert callable(_parse(shlex.split(line)[1:]).run), line
+
+
+def test_its_correction_needs_no_warning(capsys):
+    (line,) = [line.partition(" #")[0] for line in README.splitlines() if line.startswith("flowgrpo-rc explain-config")]
+    assert main(shlex.split(line)[1:]) == 0
+    said = capsys.readouterr().out
+    assert "Weighted:  the loss" in said
+    assert "warning" not in said
 
 
 def test_it_stays_short():

@@ -52,7 +52,7 @@ _NO_MEMORY = "[Cc]an(no|')t allocate memory|not enough memory|out of memory"
 """Pattern of torch's errors that have no type of their own."""
 
 
-def exit_code(error: BaseException, *, phase: str) -> int:
+def exit_code(error: BaseException, *, phase: str, unfinished: str | None = None) -> int:
     """Print ``error`` on standard error and return the command's exit code.
 
     The lines of several processes begin with their rank.
@@ -60,16 +60,19 @@ def exit_code(error: BaseException, *, phase: str) -> int:
     Args:
         error: anything; the project's own exceptions bring a message that stands alone, as do the ``ValueError``,
             ``OSError`` and ``ImportError`` of settings, files and extras before training.
-        phase: ``COMMAND``, or of a training run ``LOADING`` or ``TRAINING``.
+        phase: ``COMMAND``, or ``LOADING`` or ``TRAINING`` of a command that loads the model.
+        unfinished: what an interrupt leaves of a command that trains nothing.
     """
     training = phase == TRAINING
     report_to_launcher(error)
     if debugging():
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
-        print(f"interrupted{_INTERRUPTED[phase]}", file=sys.stderr)
+        print(f"interrupted{f': {unfinished}' if unfinished else _INTERRUPTED[phase]}", file=sys.stderr)
         return INTERRUPTED
     # Own exceptions are raised with a message for users.
+    # A reward that fails on trial is as one that fails in the loop.
+    failed = training or (phase == LOADING and _is_of_reward(error))
     is_own = type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
     # Before training a ValueError is about settings and files; in the loop it is a bug.
     is_foreseen = is_own or isinstance(error, OSError if training else (OSError, ValueError, ImportError))
@@ -82,7 +85,14 @@ def exit_code(error: BaseException, *, phase: str) -> int:
             traceback.print_exception(error)
         return FAILED
     print(f"{label}: {text or type(error).__name__}", file=sys.stderr)
-    return FAILED if training or explanation else REFUSED
+    return FAILED if failed or explanation else REFUSED
+
+
+def _is_of_reward(error: BaseException) -> bool:
+    # Here, since other commands need no numpy.
+    from flowgrpo_rc.rewards.answer import RewardError
+
+    return isinstance(error, RewardError)
 
 
 def debugging() -> bool:

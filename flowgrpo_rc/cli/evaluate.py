@@ -40,7 +40,7 @@ def add_evaluate(commands: Any) -> None:
     command.add_argument("--tolerance", metavar="REWARD=VALUE", action="append", default=[], help=text)
     text = f"folder for {', '.join(FILES)} (%(default)s)"
     command.add_argument("--out", type=Path, default=Path("outputs/evaluation"), help=text)
-    command.set_defaults(run=run_command)
+    command.set_defaults(run=run_command, unfinished="no result was written")
 
 
 def run_command(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.cli.arguments import BASE_CONFIG, add_command, add_configuration
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     code = arguments.run(arguments)
             # SystemExit too: one of a user's function must not end a run with the code of success.
             except BaseException as error:
-                return exit_code(error, phase=arguments.phase)
+                unfinished = getattr(arguments, "unfinished", None)
+                return exit_code(error, phase=arguments.phase, unfinished=unfinished)
         # The output is the result of a command that trains nothing, so losing it is a failure. A reader such as head
         # that closes its pipe has lost nothing.
         is_lost = out.failure is not None and not isinstance(out.failure, BrokenPipeError)
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         "failed, 2 refused.",
     )
     add_configuration(encode)
-    encode.set_defaults(run=_encode)
+    encode.set_defaults(run=_encode, unfinished="the store keeps what was written")
     add_probe(commands)
     add_plan(commands)
     add_check_reward(commands, "flowgrpo_trainer")
@@ -125,7 +126,10 @@ def _parser() -> argparse.ArgumentParser:
     prepare.set_defaults(run=_prepare)
 
     explain = add_command(commands, "explain-config", "describe a rollout correction in words")
-    explain.add_argument("settings", nargs="*", help="keys of algorithm.rollout_correction, e.g. bypass_mode=true")
+    text = "keys of algorithm.rollout_correction, e.g. bypass_mode=true; beside a file any Hydra overrides"
+    explain.add_argument("overrides", metavar="settings", nargs="*", help=text)
+    explain.add_argument("--config-name", help="the correction of this YAML file, as train takes it")
+    explain.add_argument("--config-dir", help="folder of your own YAML files")
     explain.set_defaults(run=_explain)
     return parser
 
@@ -205,18 +209,34 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _correction(arguments: argparse.Namespace) -> Any:
+    """The correction of a YAML file under the overrides; an override without a section is a key of the correction."""
+    from flowgrpo_rc.cli.compose import compose
+
+    full = [
+        text if "." in text.partition("=")[0] else f"algorithm.rollout_correction.{text}"
+        for text in arguments.overrides
+    ]
+    config = compose(arguments.config_name or BASE_CONFIG, full, arguments.config_dir)
+    return config.actor_rollout_ref.actor.rollout_correction
+
+
 def _explain(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
     from flowgrpo_rc.correction.options.quoting import read_value
 
     # As a run takes them, too: algorithm.rollout_correction.bypass_mode=true.
-    short = [re.sub(r"^(algorithm|actor_rollout_ref\.actor)\.rollout_correction\.", "", s) for s in arguments.settings]
+    short = [re.sub(r"^(algorithm|actor_rollout_ref\.actor)\.rollout_correction\.", "", s) for s in arguments.overrides]
     pairs = [setting.partition("=") for setting in short]
     wrong = [key for key, equals, _ in pairs if not equals]
     if wrong:
         raise ValueError(f"cannot read {wrong[0]!r}; write key=value")
     try:
-        result = explain(RolloutCorrectionConfig.from_dict({k: read_value(k, v) for k, _, v in pairs}))
+        if arguments.config_name is None and arguments.config_dir is None:
+            config = RolloutCorrectionConfig.from_dict({k: read_value(k, v) for k, _, v in pairs})
+        else:
+            config = _correction(arguments)
+        result = explain(config)
     except TypeError as error:
         # A value of a wrong type is a refusal here, not a bug.
         raise ValueError(str(error)) from error

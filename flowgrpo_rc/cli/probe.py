@@ -45,7 +45,7 @@ def add_probe(commands: Any) -> None:
         f"({MAX_FACTOR} times --images); give --images again to stop there",
     )
     command.add_argument("--out", type=Path, default=Path("outputs/probe"), help="folder for probe.json and probe.png")
-    command.set_defaults(run=run_command)
+    command.set_defaults(run=run_command, unfinished="no result was written")
 
 
 def run_command(arguments: argparse.Namespace) -> int:

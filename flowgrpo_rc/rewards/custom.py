@@ -3,13 +3,14 @@
 ``reward.custom_reward_function`` names one, ``reward.reward_functions`` and ``reward.val_functions`` name several.
 """
 
+import gc
 import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,8 @@ from flowgrpo_rc.rewards.user_code import UserCode
 
 DEFAULT_NAME = "compute_score"
 """The function's name where the configuration gives none."""
+_PREFIX = "flowgrpo_rc_custom_"
+"""The beginning of the names of the files' modules."""
 VERL_OMNIS = ("weight", "required")
 """Keys of an entry of ``reward_functions`` beside ``path``, ``name`` and the function's arguments."""
 
@@ -111,9 +114,37 @@ def load_function(
     return function
 
 
-@cache  # making it may take long, and the reward may be built more than once
+_objects: dict[type, Any] = {}
+"""The object of each class: making it may take long, and the reward may be built more than once."""
+
+
 def _object_of(cls: type) -> Any:
-    return cls()
+    if cls not in _objects:
+        _objects[cls] = cls()
+    return _objects[cls]
+
+
+@contextmanager
+def loaded_apart() -> Iterator[None]:
+    """Inside, ``load_reward`` executes files and makes objects anew; they are dropped at the end, and those from before
+    are back, in the state that they were in."""
+    modules = {name: module for name, module in sys.modules.items() if name.startswith(_PREFIX)}
+    objects = dict(_objects)
+
+    def put(modules: Mapping[str, ModuleType], objects: Mapping[type, Any]) -> None:
+        for name in [name for name in sys.modules if name.startswith(_PREFIX)]:
+            del sys.modules[name]
+        sys.modules.update(modules)
+        _objects.clear()
+        _objects.update(objects)
+
+    put({}, {})
+    try:
+        yield
+    finally:
+        put(modules, objects)
+        # A module and its functions refer to each other; a model that they hold would stay in memory.
+        gc.collect()
 
 
 def _file(path: str | Path) -> Path:
@@ -122,7 +153,7 @@ def _file(path: str | Path) -> Path:
 
 def _load_module(file: Path, timeout_s: float | None, field: str) -> ModuleType:
     # The path is part of the name, so that files of one name in two folders do not share a module.
-    module_name = f"flowgrpo_rc_custom_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    module_name = f"{_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, file)

@@ -12,7 +12,7 @@ import numpy as np
 
 from flowgrpo_rc.rewards.answer import PARTS, AnswerError, RewardError, Scores, brief_repr, read_answer
 from flowgrpo_rc.rewards.config import RewardConfig
-from flowgrpo_rc.rewards.custom import OwnFunction, load_reward
+from flowgrpo_rc.rewards.custom import OwnFunction, load_reward, loaded_apart
 from flowgrpo_rc.rewards.forms import adapt
 from flowgrpo_rc.rewards.registry import Places, Rows, check_name, load_builtin
 from flowgrpo_rc.rewards.remote.client import RemoteReward
@@ -243,6 +243,49 @@ def build_observers(config: RewardConfig, server: RewardModelServer | None = Non
     """
     named = config.observers()
     return _built(named, dict.fromkeys(named, 0.0), config, server) if named else None
+
+
+def try_own(
+    config: RewardConfig,
+    names: Collection[str],
+    prompt: str,
+    metadata: dict[str, Any],
+    *,
+    source: str,
+    image_size: tuple[int, int],
+) -> None:
+    """Score two images of noise with the user's own functions among ``names``, to find their faults before training.
+
+    Files are executed anew for it, so that what they keep between calls is as without the trial; one that cannot be
+    executed twice is not tried.
+
+    Args:
+        prompt, metadata: of one row of a prompt file.
+        source: the row's place, e.g. ``train.txt:3``.
+        image_size: (height, width) in pixels.
+
+    Raises:
+        RewardError: as a call of the mix.
+    """
+    own = {**config.observers(), **config.own_functions()}
+    functions = {name: own[name] for name in names if own.get(name) is not None}
+    if not functions:
+        return
+    # Two that differ: one hides a score for the whole batch, and a function may divide by the scores' deviation.
+    images = np.random.default_rng(0).integers(0, 256, (2, *image_size, 3), dtype=np.uint8)
+    with loaded_apart():
+        try:
+            mix = _built(functions, dict.fromkeys(functions, 1.0), config, None)
+        except ValueError:
+            return
+        for name in functions:
+            try:
+                mix.score(name, images, [prompt] * 2, [metadata] * 2)
+            except RewardError as error:
+                raise RewardError(
+                    f"{error}; it was tried before the model is loaded, on two images of noise with the row {source}; "
+                    f"mend it, flowgrpo-rc check-reward {name} tries it alone"
+                ) from error
 
 
 def _built(

@@ -26,13 +26,14 @@ from flowgrpo_rc.models.sharding import check_sharding, processes_on_node, shard
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
 from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
+from flowgrpo_rc.rewards.mix import try_own
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories, build_engine
 from flowgrpo_rc.rollout.build import check_engine, check_placement
 from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig, Share
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
-from flowgrpo_rc.trainer.checkpoint import fingerprint
+from flowgrpo_rc.trainer.checkpoint import fingerprint, random_states, restore_random_states
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.dumps import ImageDump
 from flowgrpo_rc.trainer.encoding import (
@@ -137,6 +138,10 @@ class Run:
         self.total_steps = trainer.total_training_steps or 1
         if self._trains and trainer.total_training_steps is None:
             self.total_steps = trainer.total_epochs * self.sampler.batches_per_epoch
+        # A function that asks a served model is left out: it costs more than a trial should.
+        if self.accelerator.is_main_process and self.reward.server is None:
+            # Each mix once, with the first of its sets.
+            self._try_own_rewards(dict(reversed(scored)))
         self._load_model()
         self.fingerprint = fingerprint(config, self.model, self.reward, references_digest(self.train_prompts))
         require_agreement({"model or reward": self.fingerprint})
@@ -158,6 +163,17 @@ class Run:
         held = self.adapter.held
         check_rollout(request, trajectories, self.model, held, self.config.actor_rollout_ref.rollout.dtype)
         return trajectories
+
+    def _try_own_rewards(self, scored: dict[RewardMix, PromptSet]) -> None:
+        """Try the user's own functions of each mix with the first row of its prompts."""
+        states = random_states()
+        for mix, one in scored.items():
+            row = one.records[0]
+            size = (one.pipeline.height, one.pipeline.width)
+            try_own(
+                self.config.reward, mix.functions, row.prompt, row.metadata, source=row.source or "0", image_size=size
+            )
+        restore_random_states(states)
 
     def _load_model(self) -> None:
         """Load the model, and build encoder, engine and actor. Prompts are encoded before the transformer is read, so

@@ -83,6 +83,18 @@ def test_prepare_data_and_explain_config(tmp_path, capsys):
     prefixes = ("algorithm.rollout_correction", "actor_rollout_ref.actor.rollout_correction")
     assert main(["explain-config", f"{prefixes[0]}.bypass_mode=true", f"{prefixes[1]}.rollout_is=sequence"]) == 0
     assert capsys.readouterr().out == said
+    (tmp_path / "mine.yaml").write_text("defaults: [tiny_qwen_image_ocr, _self_]\ndata: {seed: 7}\n")
+    shipped = ["bypass_mode=true", "rollout_is=sequence", "rollout_rs=seq_mean_k1", "rollout_rs_threshold=0.5_2.0"]
+    assert main(["explain-config", *shipped]) == 0
+    said = capsys.readouterr().out
+    for where in (["tiny_qwen_image_ocr"], ["mine", "--config-dir", str(tmp_path)]):
+        assert main(["explain-config", "--config-name", *where]) == 0
+        assert capsys.readouterr().out == said
+    band = ["rollout_rs_threshold=0.99_1.02", "actor_rollout_ref.rollout.n=4"]
+    assert main(["explain-config", "--config-name", "tiny_qwen_image_ocr", *band]) == 0
+    assert "outside [0.99, 1.02] (seq_mean_k1)" in capsys.readouterr().out
+    assert main(["explain-config", "--config-name", "no_such"]) == 2
+    assert "no file no_such.yaml" in capsys.readouterr().err
     assert main(["explain-config", "bypas_mode=true"]) == 2
     assert "bypass_mode" in capsys.readouterr().err
 
@@ -193,7 +205,14 @@ def test_output_that_is_lost_is_an_error_unless_the_reader_has_seen_enough(monke
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_while_loading_is_a_line(monkeypatch, capsys, number):
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train", "interrupted before training began; nothing was trained\n"),
+        ("probe", "interrupted: no result was written\n"),
+    ],
+)
+def test_a_signal_while_loading_is_a_line(monkeypatch, capsys, tmp_path, number, command, said):
     class Trainer:
         def __init__(self, config):
             os.kill(os.getpid(), number)
@@ -201,8 +220,9 @@ def test_a_signal_while_loading_is_a_line(monkeypatch, capsys, number):
 
     monkeypatch.setattr(trainer, "FlowGRPOTrainer", Trainer)
     before = signal.getsignal(number)
-    assert main(["train", "--config-name", "tiny_qwen_image_ocr"]) == 130
-    assert capsys.readouterr().err == "interrupted before training began; nothing was trained\n"
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--config-name", "tiny_qwen_image_ocr"]) == 130
+    assert capsys.readouterr().err == said
     assert signal.getsignal(number) == before
 
 

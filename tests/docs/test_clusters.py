@@ -37,6 +37,20 @@ def test_the_dockerfile_has_known_instructions_in_order(dockerfile):
     assert dockerfile[1] == ("FROM", "${BASE}")
 
 
+def test_the_dockerfiles_commands_parse_and_leave_no_package_lists(dockerfile):
+    commands = [rest for name, rest in dockerfile if name == "RUN"]
+    for command in commands:
+        subprocess.run(["sh", "-n", "-c", command], check=True)
+        assert ("apt-get install" in command) == command.endswith("&& rm -rf /var/lib/apt/lists/*")
+        assert ("pip install" in command) == ("--no-cache-dir" in command)
+    assert len(commands) == 3
+    for name, rest in dockerfile:
+        if name == "WORKDIR":
+            assert Path(rest).is_absolute()
+        elif name == "ENV":
+            assert all(re.fullmatch(r"\w+=\S+", pair) for pair in rest.split())
+
+
 def test_what_the_dockerfile_copies_exists(dockerfile):
     copied = [source for name, rest in dockerfile if name == "COPY" for source in rest.split()[:-1]]
     assert len(copied) == 8
@@ -58,7 +72,9 @@ def test_the_wheel_is_built_from_what_is_copied(dockerfile):
 def test_it_installs_as_the_makefile_does(dockerfile):
     """With the Makefile's constraints, and extras that exist."""
     pip = next(rest for name, rest in dockerfile if name == "RUN" and "pip" in rest)
-    assert pip == 'python -m pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]"'
+    install, check = pip.split(" && ")
+    assert install == 'python -m pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]"'
+    assert check.startswith("flowgrpo-rc train --config-name tiny_qwen_image_ocr --print-config")
     assert "pip install --quiet --constraint constraints.txt" in (ROOT / "Makefile").read_text()
     default = next(rest for name, rest in dockerfile if name == "ARG" and rest.startswith("EXTRAS="))
     extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.M)

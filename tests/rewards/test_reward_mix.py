@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reward_files import IMAGES, PROMPTS
+from reward_files import IMAGES, PROMPTS, function, write
 
 from flowgrpo_rc.rewards import (
     CustomRewardConfig,
@@ -18,6 +18,7 @@ from flowgrpo_rc.rewards import (
     build_reward,
     jpeg_compressibility,
 )
+from flowgrpo_rc.rewards.mix import try_own
 
 
 def length(images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]]) -> list[int]:
@@ -252,3 +253,54 @@ def test_long_values_and_prompts_are_shortened() -> None:
         with pytest.raises(RewardError) as caught:
             mix_of(answer)(IMAGES, ["a" * 100_000] * 3)
         assert len(str(caught.value)) < 1000
+
+
+COUNTING = """
+class f:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, images, prompts, metadata):
+        self.calls += 1
+        return [float(self.calls)] * len(images)
+"""
+
+
+def tried(config: RewardConfig, names: Any) -> None:
+    try_own(config, names, "a cat", {"target": 3}, source="train.jsonl:1", image_size=(16, 24))
+
+
+def test_a_trial_leaves_the_objects_of_the_run_as_they_are(tmp_path: Path) -> None:
+    path = write(tmp_path, COUNTING + f"\n(open({str(tmp_path / 'imports')!r}, 'a')).write('x')\n")
+    own = CustomRewardConfig(path=str(path), name="f")
+    config = RewardConfig(functions={"jpeg_compressibility": 1.0}, custom_reward_function=own)
+    mix = build_reward(config)
+    tried(config, mix.functions)
+    assert (tmp_path / "imports").read_text() == "xx"
+    assert build_reward(config).functions["f"].function is mix.functions["f"].function
+    assert mix(IMAGES, PROMPTS).parts["f"].tolist() == [1.0] * 3
+    tried(config, ["jpeg_compressibility"])
+    assert (tmp_path / "imports").read_text() == "xx"
+
+
+def test_a_trial_gets_two_images_and_the_row(tmp_path: Path) -> None:
+    body = """
+    assert images.shape == (2, 16, 24, 3) and images[0].std() > 60 and (images[0] != images[1]).any()
+    assert prompts == ["a cat"] * 2 and metadata == [{"target": 3}] * 2
+    return images.mean((1, 2, 3)) * np.nan
+    """
+    own = CustomRewardConfig(path=str(write(tmp_path, function(body))), name="f")
+    config = RewardConfig(custom_reward_function=own)
+    with pytest.raises(
+        RewardError, match=r"^reward function 'f' returned 2 non-finite of 2 .* the row train.jsonl:1; mend it"
+    ):
+        tried(config, ["f"])
+
+
+def test_a_file_that_runs_once_only_is_not_tried(tmp_path: Path) -> None:
+    """As one that binds a port."""
+    mark = tmp_path / "bound"
+    text = f"open({str(mark)!r}, 'x').close()\n" + function("raise AssertionError('it was tried')")
+    config = RewardConfig(custom_reward_function=CustomRewardConfig(path=str(write(tmp_path, text)), name="f"))
+    tried(config, build_reward(config).functions)
+    assert mark.exists()

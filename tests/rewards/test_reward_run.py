@@ -1,5 +1,6 @@
 """Rewards in whole runs: exit codes, the line at the start, the log's keys, verl-omni's form, servers and resumes."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,47 @@ def test_what_can_be_seen_before_training_ends_it_with_2(
     monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *a, **k: pytest.fail("the model was loaded"))
     assert demo(tmp_path, write(tmp_path, source)) == 2
     assert told in the_error(capsys)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("return [metadata[0]['target']] * len(images)", r"raised KeyError: 'target' at .*mine\.py:5, in f"),
+        ("return [float('nan')] * len(images)", r"returned 2 non-finite of 2 scores; the first is nan for sample 0"),
+        ("return images.mean((2, 3))", r"returned scores of shape \(2, 32\), expected \(2,\): one float per image"),
+        ("return [1.0]", r"returned scores of shape \(1,\), expected \(2,\): one float per image"),
+    ],
+)
+def test_a_function_that_fails_on_trial_ends_the_command_before_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, body: str, told: str
+) -> None:
+    monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *a, **k: pytest.fail("the model was loaded"))
+    assert demo(tmp_path, write(tmp_path, function(body))) == 1
+    where = r"it was tried before the model is loaded, on two images of noise with the row .*train\.txt:1"
+    remedy = "mend it, flowgrpo-rc check-reward f tries it alone"
+    assert re.fullmatch(rf"error: reward function 'f' {told}.*; {where}; {remedy}", the_error(capsys))
+
+
+STATEFUL = """
+np.random.seed(3)
+own = np.random.default_rng(3)
+calls = 0
+
+def f(images, prompts, metadata):
+    global calls
+    calls += 1
+    return images.mean((1, 2, 3)) / 255 + calls + own.random(len(images)) + np.random.random(len(images))
+"""
+
+
+def test_the_trial_changes_nothing_that_a_function_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A counter, a generator of its own and the global one, which the file seeds."""
+    for name in ("tried", "untried"):
+        (tmp_path / name).mkdir()
+        if name == "untried":
+            monkeypatch.setattr("flowgrpo_rc.trainer.setup.try_own", lambda *a, **k: None)
+        assert demo(tmp_path / name, write(tmp_path / name, STATEFUL)) == 0
+    assert untimed(rows_of(tmp_path / "tried" / "run")) == untimed(rows_of(tmp_path / "untried" / "run"))
 
 
 def test_the_log_has_the_known_statistics_and_one_key_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

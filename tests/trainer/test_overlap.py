@@ -82,6 +82,9 @@ def test_overlapped_runs_are_serial_ones_to_the_digit(small_config, scorers, tmp
     assert serial == overlapped
     assert {row["step"]: row for row in found["resumed"][0]}[2] == overlapped[-1]
     assert [call[:4] for call in calls] == [call[:4] for call in serial_calls]
+    # The trial before the run.
+    trial, calls = calls[:2], calls[2:]
+    assert [call[:2] for call in trial] == [["whole", 2], ["part", 2]]
     sizes = [(who, size) for who, size, *_ in calls]
     step = [("part", 5), ("part", 5), ("part", 5), ("part", 1), ("whole", 16)]
     validation = [("part", 4), ("whole", 4)]
