@@ -89,7 +89,7 @@ def check_program(words):
     """The parsed command; its settings compose. ``...`` on a page stands for settings of the reader's own."""
     arguments = _parse([word for word in words if word != "..."])
     assert callable(arguments.run)
-    if hasattr(arguments, "config_name"):
+    if getattr(arguments, "config_name", None):
         compose(arguments.config_name, arguments.overrides, arguments.config_dir)
     return arguments
 
