@@ -44,10 +44,10 @@ def blocks(page):
 
 
 def cells(notebook):
-    """The code cells of a notebook; one that begins with ``!`` is a command. Their lines are counted from 1."""
+    """The code cells of a notebook; one that begins with ``%%bash`` is commands. Their lines are counted from 1."""
     found = json.loads(notebook.read_text())["cells"]
     sources = ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
-    return [Block("bash" if text[0] == "!" else "python", None, text.removeprefix("!"), 1) for text in sources]
+    return [Block("bash" if text.startswith("%%bash") else "python", None, text, 1) for text in sources]
 
 
 def run_page(page, folder, monkeypatch, only=slice(None), *, digits=True):
