@@ -174,6 +174,8 @@ class Run:
                 self.config.reward, mix.functions, row.prompt, row.metadata, source=row.source or "0", image_size=size
             )
         restore_random_states(states)
+        # Engines in other processes need the memory of models that the trial has loaded.
+        torch.cuda.empty_cache()
 
     def _load_model(self) -> None:
         """Load the model, and build encoder, engine and actor. Prompts are encoded before the transformer is read, so
