@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -139,9 +140,10 @@ def test_every_test_that_a_page_names_exists():
 def test_a_file_that_a_page_shows_is_named_before_it():
     """GitHub does not show the titles of code blocks."""
     shown = [
-        (page, paragraph, title)
+        (page, paragraph, fence[1])
         for page in [*DOCS.parent.glob("*.md"), *DOCS.rglob("*.md")]
-        for paragraph, title in re.findall(r"([^\n]+(?:\n[^\n]+)*)\n\n```\w+ title=\"([^\"]+)\"", page.read_text())
+        for paragraph, block in pairwise(page.read_text().split("\n\n"))
+        if (fence := re.match(r"```\w+ title=\"([^\"]+)\"", block))
     ]
     assert len(shown) > 10
     assert [(page, title) for page, paragraph, title in shown if f"`{title}`" not in paragraph] == []
