@@ -11,7 +11,7 @@ from flowgrpo_rc.checks import show
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
-from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, Objective
+from flowgrpo_rc.loss.objectives import ADV_MODES, AWM_POWERS, DEFAULT, OBJECTIVES, Objective
 from flowgrpo_rc.models.config import FSDPConfig
 from flowgrpo_rc.section import (
     Check,
@@ -43,7 +43,10 @@ class DiffusionLossConfig(Section):
     loss_mode: Annotated[str, one_of(OBJECTIVES)] = DEFAULT
     """The objective, one of ``loss.objectives.OBJECTIVES``. ``flow_grpo`` clips the ratio as PPO does; ``dance_grpo``
     is the same for rollouts with ``sde_type=dance_sde``; ``grpo_guard`` first takes the timestep's bias and scale out
-    of the ratio; ``flow_dppo`` has a KL trust region instead of a clip band."""
+    of the ratio; ``flow_dppo`` has a KL trust region instead of a clip band. The others learn from noised clean images
+    (``actor.clean``) and need no log-probs of the engine: ``awm`` clips the ratio of matching errors,
+    ``diffusion_nft`` weighs an implicit positive and an implicit negative policy, ``dpo`` compares the best and the
+    worst image of each prompt."""
     clip_ratio: PositiveFloat | Annotated[str, Check(lambda word: word == "auto", "give a number or auto")] = 1e-4
     """Half width of the clip band, the range around 1 in which ``pi_theta/pi_old`` earns a gradient. Log-probs are
     means over the latent dimensions, so ratios move by 1e-5 to 1e-2. In bypass mode the clip band must be at least four
@@ -65,6 +68,22 @@ class DiffusionLossConfig(Section):
     """Trust region of ``flow_dppo``: the KL per latent dimension beyond which an update may not move further away."""
     adv_clip_max: PositiveFloat = 5.0
     """Advantages of images are clamped to ``+-adv_clip_max``; those of tokens are not."""
+    awm_weighting: Annotated[str, one_of(AWM_POWERS)] = "none"
+    """Weight of the matching error at noise level ``t``, which is the log-prob of objectives on clean images: 1
+    (``none``), ``t`` or ``t^2`` (``t2``)."""
+    mix_beta: PositiveFloat = 0.5
+    """``diffusion_nft``: share ``b`` of the current velocity in the implicit policies."""
+    adaptive_weight_min: PositiveFloat = 1e-5
+    """``diffusion_nft``: least value of the mean error that each loss is divided by."""
+    adv_mode: Annotated[str, one_of(ADV_MODES)] = "continuous"
+    """``diffusion_nft``: the advantage that makes an image's share of the positive policy. ``continuous`` takes it as
+    it is, ``positive_only`` and ``negative_only`` its part of that sign, ``one_only`` 1 above 0 and else 0, ``binary``
+    its sign."""
+    ref_kl_coef: NonNegativeFloat = 0.0
+    """Weight of the velocity KL to the reference of ``kl_reference``, under verl-omni's name; ``use_kl_loss`` with
+    ``kl_loss_type=velocity`` is the same."""
+    dpo_beta: PositiveFloat = 2000.0
+    """``dpo``: weight ``beta`` of the difference of matching errors."""
     loss_agg_mode: Annotated[str, one_of(AGGREGATIONS)] = "token-mean"
     """How losses of tokens become one number, one of ``loss.aggregation.AGGREGATIONS``: ``token-mean`` is the mean over
     all kept tokens; the others are means over the sequences with a kept token, of their tokens' sum

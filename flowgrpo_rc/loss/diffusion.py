@@ -1,4 +1,4 @@
-"""The actor's loss on SDE steps. The table in ``inputs`` lists each mode's policies, weights and rejection.
+"""The actor's loss on SDE steps and on noised clean images. The table in ``inputs`` lists each mode's policies, weights and rejection.
 
 The mean runs over all steps, so a rejected one counts as 0 and shrinks the gradient; with
 ``rejection_normalization=kept`` it runs over the kept steps. Advantages are clamped to ``adv_clip_max``. The KL to the
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import BatchHolder, Key, TensorMapping, as_mapping, optional
 from flowgrpo_rc.loss.aggregation import ALL_STEPS, KEPT_STEPS
+from flowgrpo_rc.loss.clean_images import matching_log_prob
 from flowgrpo_rc.loss.inputs import ActorLossConfig, LossInputs, check_shape, read_inputs, require
-from flowgrpo_rc.loss.objectives import OBJECTIVES
-from flowgrpo_rc.loss.policy import PolicyInputs, TransitionShift, kept
+from flowgrpo_rc.loss.objectives import OBJECTIVES, LossOptions, Objective
+from flowgrpo_rc.loss.policy import Matching, PolicyInputs, TransitionShift, kept
 from flowgrpo_rc.loss.sums import VELOCITY_NORMS, LossSums, loss_sums, mean_loss
 from flowgrpo_rc.loss.tokens import read_tokens
 from flowgrpo_rc.sde import transition_kl
@@ -42,14 +43,19 @@ def diffusion_loss(
             ``use_kl_loss``, ``grpo_guard`` and ``flow_dppo`` also ``transition_means`` (log-prob shape + latents) and
             ``transition_stds`` (log-prob shape); ``use_kl_loss`` also ``ref_transition_means``. With
             ``kl_loss_type=velocity`` the KL reads ``velocities`` and ``ref_velocities`` (log-prob shape + latents) in
-            place of these three; given without it, their norms are measured.
+            place of these three; given without it, their norms are measured. Objectives on clean images (``awm``,
+            ``diffusion_nft``, ``dpo``) read ``velocities`` ``(B, K, *L)``, at ``K`` places of each image, in place of
+            log-probs, and ``dpo`` and a KL also ``ref_velocities``.
         data: ``old_log_probs`` (bypass mode: ``rollout_log_probs``, or what was put into ``old_log_probs`` for it),
             ``advantages`` ``(B,)`` or the shape of the log-probs; decoupled correction adds
             ``rollout_is_weights`` and ``rollout_keep``; ``timesteps`` gives the per-timestep gap metrics.
             ``grpo_guard`` and ``flow_dppo`` read ``old_transition_means`` (bypass mode: ``rollout_means``);
             ``grpo_guard`` also reads ``sigmas`` and ``next_sigmas``. ``clip_ratio=auto`` reads ``clip_widths``, the
             half width of the clip band of every element; ``rollout_rs_threshold=auto`` in bypass mode reads
-            ``rollout_rs_bounds`` ``(B,)``. A batch with a ``response_mask`` holds tokens and goes to ``token_loss``.
+            ``rollout_rs_bounds`` ``(B,)``. Objectives on clean images read ``clean_latents`` ``(B, *L)``, ``noise``
+            ``(B, K, *L)`` and ``sigmas`` ``(B, K)``; ``awm`` and ``diffusion_nft`` also ``old_velocities`` of the
+            shape of ``noise`` (``awm`` takes ``old_log_probs`` too). For ``dpo`` images come in pairs of one prompt
+            with the same noise, and the one with the larger advantage is the winner. A batch with a ``response_mask`` holds tokens and goes to ``token_loss``.
             A dict, a ``TensorDict``, or an object with such a mapping in ``.batch``; not modified.
         dp_group: None: this rank alone. A data-parallel process group: all of its ranks must call. The denominator is
             then the global one divided by the number of ranks, so that averaging gradients over ranks (DDP) gives
@@ -101,12 +107,16 @@ def _read_steps(
     objective = OBJECTIVES[options.loss_mode]
     # ``all`` is verl-omni's behaviour and the default: a rejection then also shrinks the step.
     aggregation = KEPT_STEPS if rc.rejection_normalization == "kept" else ALL_STEPS
+    matching = None
+    if objective.clean:
+        matching = _read_matching(options, objective, model_output, data)
+        model_output, data = _with_log_probs(options, matching, model_output, data)
     shared = read_inputs(config, model_output, data, aggregation, corrected=corrected)
     # Rewards have outliers; no single image may dominate an optimizer step.
     policy = shared.policy._replace(
-        advantages=shared.policy.advantages.clamp(-options.adv_clip_max, options.adv_clip_max)
+        advantages=shared.policy.advantages.clamp(-options.adv_clip_max, options.adv_clip_max), matching=matching
     )
-    if objective.needs_old_means:
+    if objective.needs_old_means and not objective.clean:
         # In bypass mode the engine is the old policy, so the means must be its own.
         name = Key.ROLLOUT_MEANS if rc.bypass_mode else Key.OLD_TRANSITION_MEANS
         old_mean = require(data, name, "data (this loss_mode)")
@@ -119,7 +129,7 @@ def _read_steps(
             dt = kept(dt, policy.keep, 1.0)
         policy = policy._replace(shift=TransitionShift(kl, std, dt))
     reference_kl = None
-    if config.use_kl_loss and config.kl_loss_type == "velocity":
+    if options.ref_kl_coef or (config.use_kl_loss and config.kl_loss_type == "velocity"):
         reference_kl = _velocity_kl(model_output, policy)
     elif config.use_kl_loss:
         reference = require(model_output, "ref_transition_means", "model_output (use_kl_loss=true)")
@@ -130,6 +140,64 @@ def _read_steps(
         if (value := optional(model_output, name)) is not None
     }
     return replace(shared, policy=policy, reference_kl=reference_kl, velocity_squares=squares)
+
+
+def _read_matching(
+    options: LossOptions, objective: Objective, model_output: TensorMapping, data: TensorMapping
+) -> Matching:
+    """Read and check the velocities at noised clean images and what they are to match."""
+    where = f"data (loss_mode={objective.name})"
+    sigma = require(data, Key.SIGMAS, where)
+    noise = require(data, Key.NOISE, where)
+    clean = require(data, Key.CLEAN_LATENTS, where)
+    elements = tuple(sigma.shape)
+    latents = tuple(noise.shape[len(elements) :])
+    check_shape(Key.NOISE, noise, elements + latents)
+    # One clean image serves all of its places.
+    if sigma.dim() == 2 and clean.dim() == noise.dim() - 1:
+        clean = clean.unsqueeze(1)
+    check_shape(Key.CLEAN_LATENTS, clean.expand_as(noise), elements + latents)
+
+    def velocity(mapping: TensorMapping, name: str, described: str, needed: bool) -> Tensor | None:
+        value = require(mapping, name, described) if needed else optional(mapping, name)
+        if value is None:
+            return None
+        check_shape(name, value, elements + latents)
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+
+    described = f"model_output (loss_mode={objective.name})"
+    current = velocity(model_output, "velocities", described, True)
+    assert current is not None
+    if objective.paired and len(sigma) % 2:
+        raise ValueError(f"loss_mode={objective.name} compares images in pairs, one after the other; got {len(sigma)}")
+    return Matching(
+        current,
+        (noise - clean).to(current.dtype),
+        sigma.to(current.dtype),
+        velocity(data, Key.OLD_VELOCITIES, where, objective.needs_old_means),
+        velocity(model_output, "ref_velocities", described, objective.needs_reference),
+    )
+
+
+def _with_log_probs(
+    options: LossOptions, matching: Matching, model_output: TensorMapping, data: TensorMapping
+) -> tuple[TensorMapping, TensorMapping]:
+    """Add the log-probs of both policies at the noised images. The old policy's come from ``old_log_probs`` or
+    ``old_velocities``; an objective that needs neither gets the current policy's."""
+
+    def log_prob(velocity: Tensor) -> Tensor:
+        return matching_log_prob(velocity, matching.target, matching.sigma, options.awm_weighting)
+
+    current = log_prob(matching.velocity)
+    old = optional(data, Key.OLD_LOG_PROBS)
+    if old is None and matching.old_velocity is not None:
+        old = log_prob(matching.old_velocity)
+    if old is None and not OBJECTIVES[options.loss_mode].has_limit:
+        old = current.detach()
+    given = {name: data[name] for name in data.keys()}  # noqa: SIM118  (a TensorDict iterates over its rows)
+    if old is not None:
+        given[Key.OLD_LOG_PROBS] = old
+    return {name: model_output[name] for name in model_output.keys()} | {"log_probs": current}, given  # noqa: SIM118
 
 
 def _velocity_kl(model_output: TensorMapping, policy: PolicyInputs) -> Tensor:

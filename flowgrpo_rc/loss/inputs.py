@@ -68,6 +68,8 @@ class LossInputs:
     """KL to the reference policy per element, 0 if rejected; ``None``: not in the loss."""
     velocity_squares: Mapping[str, Float[Tensor, "..."]] = field(default_factory=dict)
     """Mean square of each element's velocity, and of the reference's, by the name of its norm; 0 if rejected."""
+    kl_coef: float
+    """Weight of ``reference_kl``."""
     correction: RolloutCorrection | None
     """Bypass mode's correction with its metrics; ``None`` without a valid token."""
 
@@ -134,6 +136,7 @@ def read_inputs(
         limits=PolicyLimits(low, high, dual_clip, threshold),
         aggregation=aggregation,
         valid=valid,
+        kl_coef=options.ref_kl_coef or config.kl_loss_coef,
         correction=correction,
     )
 

@@ -32,6 +32,8 @@ class LossOptions(Protocol):
     auto_clip_max: float
     clip_ratio_c: float | None
     adv_clip_max: float
+    awm_weighting: str
+    ref_kl_coef: float
     loss_agg_mode: str
     loss_scale_factor: float | None
 
@@ -143,6 +145,16 @@ class Threshold(Limit):
         return f"{self.key}={self.value(options):g}"
 
 
+ADV_MODES: dict[str, Callable[[Any], Any]] = {
+    "continuous": lambda advantages: advantages,
+    "positive_only": lambda advantages: advantages.clamp(min=0),
+    "negative_only": lambda advantages: advantages.clamp(max=0),
+    "one_only": lambda advantages: (advantages > 0).to(advantages),
+    "binary": lambda advantages: advantages.sign(),
+}
+"""What ``diffusion_nft`` makes of an advantage, clamped before, by the name of ``adv_mode``."""
+AWM_POWERS = {"none": 0, "t": 1, "t2": 2}
+"""Power of ``t`` that weighs a matching error, by the name of ``awm_weighting``."""
 CLIP_BAND = ClipBand(key="clip_ratio", name="clip band", edge="clip band", share_metric="actor/pg_clipfrac_first")
 KL_TRUST_REGION = Threshold(
     key="kl_mask_threshold",
@@ -171,13 +183,21 @@ class Objective:
     engine's) and of the current one. Tokens have none."""
     needs_sigmas: bool = False
     """The function reads ``TransitionShift.dt``: the noise levels around each step."""
+    clean: bool = False
+    """Its elements are noised clean images, not recorded SDE steps; the means of its policies are their velocities."""
+    needs_reference: bool = False
+    """The function reads ``Matching.ref_velocity``."""
+    paired: bool = False
+    """It compares two images of a group, the best and the worst, at the same noise."""
+    has_limit: bool = True
+    """``limit`` acts in its loss; without, it only describes the ratio in the metrics."""
     sde_type: str | None = None
     """The only ``rollout.algo.sde_type`` that it is meant for; ``None``: any."""
 
     @property
     def clips(self) -> bool:
         """True if it clips a ratio."""
-        return isinstance(self.limit, ClipBand)
+        return self.has_limit and isinstance(self.limit, ClipBand)
 
     @property
     def clips_plain_ratio(self) -> bool:
@@ -220,6 +240,24 @@ OBJECTIVES: dict[str, Objective] = {
             limit=KL_TRUST_REGION,
             measure=kl_per_dimension,
             needs_old_means=True,
+        ),
+        Objective(name="awm", function="flowgrpo_rc.loss.policy:flow_grpo", clean=True),
+        Objective(
+            name="diffusion_nft",
+            function="flowgrpo_rc.loss.clean_images:diffusion_nft",
+            options=("mix_beta", "adaptive_weight_min", "adv_mode", "adv_clip_max"),
+            needs_old_means=True,
+            clean=True,
+            has_limit=False,
+        ),
+        Objective(
+            name="dpo",
+            function="flowgrpo_rc.loss.clean_images:dpo",
+            options=("dpo_beta",),
+            clean=True,
+            needs_reference=True,
+            paired=True,
+            has_limit=False,
         ),
     )
 }

@@ -29,6 +29,21 @@ class TransitionShift(NamedTuple):
     """Positive difference of the noise levels around the step, for objectives with ``needs_sigmas``; 1 if rejected."""
 
 
+class Matching(NamedTuple):
+    """Velocities at noised clean images, in the shape of the log-probs and of the latents."""
+
+    velocity: Float[Tensor, "..."]
+    """Of the current policy, with gradient."""
+    target: Float[Tensor, "..."]
+    """``noise - clean_latents``."""
+    sigma: Float[Tensor, "..."]
+    """Noise level ``t`` of each element."""
+    old_velocity: Float[Tensor, "..."] | None = None
+    """Of the old policy, for objectives with ``needs_old_means``."""
+    ref_velocity: Float[Tensor, "..."] | None = None
+    """Of the reference, for objectives with ``needs_reference``."""
+
+
 class PolicyInputs(NamedTuple):
     """Inputs of every objective, in the shape of the log-probs; an element is an SDE step or a token."""
 
@@ -43,7 +58,9 @@ class PolicyInputs(NamedTuple):
     keep: Bool[Tensor, "..."] | None = None
     """Elements in the loss (for tokens the modified mask); ``None``: all."""
     shift: TransitionShift | None = None
-    """For objectives with ``needs_old_means``."""
+    """For objectives on SDE steps with ``needs_old_means``."""
+    matching: Matching | None = None
+    """For objectives on clean images."""
 
 
 class PolicyLimits(NamedTuple):

@@ -182,7 +182,7 @@ def loss_sums(inputs: LossInputs) -> LossSums:
     total = policy_sum
     if inputs.reference_kl is not None:
         kl_sum = inputs.aggregation.loss_sum(inputs.reference_kl, keep, scale_factor)
-        total = policy_sum + inputs.config.kl_loss_coef * kl_sum
+        total = policy_sum + inputs.kl_coef * kl_sum
     metrics = LossMetrics.of(
         policy,
         terms,
@@ -223,7 +223,7 @@ def mean_loss(
     # If nothing is kept the sum is 0 and still has its graph: loss and gradients are 0 on every rank.
     loss = sums.loss_sum / torch.where(denominator > 0, denominator, 1.0)
     metrics = reported.compute()
-    metrics["actor/loss"] = metrics["actor/pg_loss"] + inputs.config.kl_loss_coef * metrics["actor/kl_loss"]
+    metrics["actor/loss"] = metrics["actor/pg_loss"] + inputs.kl_coef * metrics["actor/kl_loss"]
     # The loss clamps log ratios, so it may be finite although they are not.
     for name in ("actor/loss", "actor/log_ratio_abs_mean"):
         if not math.isfinite(metrics[name]):
