@@ -1,9 +1,9 @@
-"""The actor's loss on SDE steps and on noised clean images. The table in ``inputs`` lists each mode's policies, weights and rejection.
+"""The actor's loss on SDE steps and on noised clean images.
 
-The mean runs over all steps, so a rejected one counts as 0 and shrinks the gradient; with
-``rejection_normalization=kept`` it runs over the kept steps. Advantages are clamped to ``adv_clip_max``. The KL to the
-reference is in closed form, from transition means, or the mean squared difference of velocities. ``token_loss`` is the
-loss on tokens.
+The table in ``inputs`` lists each mode's policies, weights and rejection. The mean runs over all steps (places), so a
+rejected one counts as 0 and shrinks the gradient; with ``rejection_normalization=kept`` it runs over the kept ones.
+Advantages are clamped to ``adv_clip_max``. The KL to the reference is in closed form, from transition means, or the
+mean squared difference of velocities. ``token_loss`` is the loss on tokens.
 """
 
 import warnings
@@ -55,7 +55,8 @@ def diffusion_loss(
             ``rollout_rs_bounds`` ``(B,)``. Objectives on clean images read ``clean_latents`` ``(B, *L)``, ``noise``
             ``(B, K, *L)`` and ``sigmas`` ``(B, K)``; ``awm`` and ``diffusion_nft`` also ``old_velocities`` of the
             shape of ``noise`` (``awm`` takes ``old_log_probs`` too). For ``dpo`` images come in pairs of one prompt
-            with the same noise, and the one with the larger advantage is the winner. A batch with a ``response_mask`` holds tokens and goes to ``token_loss``.
+            with the same noise, and the one with the larger advantage is the winner. A batch with a ``response_mask``
+            holds tokens and goes to ``token_loss``.
             A dict, a ``TensorDict``, or an object with such a mapping in ``.batch``; not modified.
         dp_group: None: this rank alone. A data-parallel process group: all of its ranks must call. The denominator is
             then the global one divided by the number of ranks, so that averaging gradients over ranks (DDP) gives
