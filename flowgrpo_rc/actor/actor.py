@@ -24,11 +24,12 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.actor.rows import MicroBatch, RecordedSteps, present_as_old
+from flowgrpo_rc.actor.rows import MicroBatch, RecordedSteps, present_as_old, rows_of_batch
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
+from flowgrpo_rc.loss.clean_images import matching_log_prob
 from flowgrpo_rc.models.attention import use_attention_backend
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
@@ -165,7 +166,7 @@ class DiffusionActor:
     def load_start(self, state: Mapping[str, Tensor] | None) -> None:
         """Load the adapter that training started from, or take the current weights for it. Raises
         ``AdapterMismatchError`` for another adapter's."""
-        if not self.config.use_kl_loss or self.config.kl_reference != "start":
+        if not self.config.needs_reference or self.config.kl_reference != "start":
             return
         present = adapter_state(self.transformer)
         state = present if state is None else state
@@ -196,15 +197,15 @@ class DiffusionActor:
     def score(self, batch: TensorDict, conditioning: Conditioning) -> OldPolicy:
         """Score the recorded steps: the old policy of the next update, on the host and not yet corrected. It has
         transition means if the objective compares them."""
-        steps = RecordedSteps(batch, conditioning, self._accelerator.device)
+        steps = rows_of_batch(batch, conditioning, self._accelerator.device)
         scored = self._score_steps(steps, torch.arange(len(batch)), means=self._compares_means)
-        return OldPolicy(log_probs=scored["log_probs"], means=scored.get("transition_means"))
+        return OldPolicy(log_probs=scored["log_probs"], means=scored.get(steps.means))
 
     @torch.no_grad()
     def rescore(self, batch: TensorDict, conditioning: Conditioning) -> dict[str, Tensor]:
         """``log_probs`` and ``transition_stds`` ``(B, W)`` and ``transition_means`` ``(B, W, *L)`` of the recorded
         steps, scored again, on the host."""
-        steps = RecordedSteps(batch, conditioning, self._accelerator.device)
+        steps = rows_of_batch(batch, conditioning, self._accelerator.device)
         return self._score_steps(steps, torch.arange(len(batch)), means=True)
 
     def gradients(
@@ -231,7 +232,7 @@ class DiffusionActor:
         """
         count = sum(parameter.numel() for parameter in self._parameters)
         sums = [torch.zeros(count, device=self._accelerator.device) for _ in losses]
-        steps = RecordedSteps(batch, conditioning, self._accelerator.device)
+        steps = rows_of_batch(batch, conditioning, self._accelerator.device)
         size = self.config.micro_batch_rows(steps.window)
         # Whole windows: the losses compare the steps of an image.
         for images in torch.arange(len(batch)).split(max(1, size // steps.window)):
@@ -272,13 +273,14 @@ class DiffusionActor:
         if not mini_batches:
             raise ValueError("update() was given no mini-batches")
         mode = mode or ModeInForce.configured(self.config)
-        if not mode.bypasses and any(mini.old is None for mini in mini_batches[1:]):
+        needs_old = not mode.bypasses and mode.objective.needs_old
+        if needs_old and any(mini.old is None for mini in mini_batches[1:]):
             raise ValueError(
                 "update() was given a mini-batch after the first without an old policy; in decoupled mode score() its "
                 "rows, for an optimizer step comes before it"
             )
         # One transfer of all scalars and embeddings serves every epoch and mini-batch.
-        steps = RecordedSteps(batch, conditioning, self._accelerator.device)
+        steps = rows_of_batch(batch, conditioning, self._accelerator.device)
         update = _Update(batch, steps, mode, gap or MetricAccumulator())
         mini_batches = list(mini_batches)
         metrics: list[LossMetrics] = []
@@ -338,14 +340,17 @@ class DiffusionActor:
         size = self.config.micro_batch_rows(window)
         corrects = update.corrects(mini)
         corrected = None
-        if corrects and mode.couples_steps:
+        if mode.objective.paired:
+            # The loss compares the two images of a pair.
+            size = max(size - size % (2 * window), 2 * window)
+        elif corrects and mode.couples_steps and update.steps.has_rollout_log_probs:
             # Weights and rejection of a window need all of its steps: score them first, or do not cut windows.
             if size < window or mode.rollout_correction.rollout_is_batch_normalize:
                 needs_means = self._compares_means and not mode.bypasses
                 with torch.no_grad():
                     scored = self._score_steps(update.steps, mini.rows, means=needs_means)
                 self._check_finite(scored["log_probs"], mini.rows)
-                present = OldPolicy(log_probs=scored["log_probs"], means=scored.get("transition_means"))
+                present = OldPolicy(log_probs=scored["log_probs"], means=scored.get(update.steps.means))
                 corrected = update.correct(mini, present)
             else:
                 size -= size % window
@@ -364,13 +369,15 @@ class DiffusionActor:
             data = micro.data
             if known is None:
                 data = data | present_as_old(mode, data, output, window)
+            if mode.objective.paired:
+                output, data = (_by_image(values, window) for values in (output, data))
             sums = diffusion_loss_sums(mode, output, data, corrected=corrects)
             self._accelerator.backward(sums.loss_sum)
             done.append(sums.metrics)
             # Detached copies stay on the device until the optimizer step's one host sync.
-            log_probs.append(output["log_probs"].detach())
+            log_probs.append(output["log_probs"].detach().flatten())
             if keeps_means:
-                means.append(queued_to_host(output["transition_means"]))
+                means.append(queued_to_host(output[update.steps.means].detach()))
         return _Accumulated(reduce(add, done), torch.cat(log_probs).view(len(mini.rows), window), means, corrected)
 
     def _score_steps(self, steps: RecordedSteps, images: Int[Tensor, " M"], *, means: bool) -> dict[str, Tensor]:
@@ -382,10 +389,10 @@ class DiffusionActor:
         for micro in steps.cut(images, size):
             output = self._forward(micro, means=means)
             # Means are large, so their copies start at once; the scalars cross together at the end.
-            parts.append({n: queued_to_host(v) if n == "transition_means" else v for n, v in output.items()})
-        numbers = to_host({n: torch.cat([part[n] for part in parts]) for n in parts[0] if n != "transition_means"})
+            parts.append({n: queued_to_host(v) if n == steps.means else v for n, v in output.items()})
+        numbers = to_host({n: torch.cat([part[n] for part in parts]) for n in parts[0] if n != steps.means})
         if means:  # Complete, because the copy of the scalars came after them and has been waited for.
-            numbers["transition_means"] = torch.cat([part["transition_means"] for part in parts])
+            numbers[steps.means] = torch.cat([part[steps.means] for part in parts])
         return {name: values.unflatten(0, (len(images), steps.window)) for name, values in numbers.items()}
 
     def _gradients_of_images(
@@ -433,17 +440,25 @@ class DiffusionActor:
 
     def _forward(self, micro: MicroBatch, *, means: bool, learns: bool = False) -> dict[str, Tensor]:
         """Log-probs ``(n,)`` of a micro-batch's rows; with ``means`` also means and standard deviations of the
-        transitions; if the update ``learns`` from them also velocities, and for a KL those of the reference and its
+        transitions, or at noised images the velocities; if the update ``learns`` from them also velocities, and for a KL those of the reference and its
         means, from a second forward pass."""
         data = micro.data
         output: dict[str, Tensor] = {}
-        if learns and self.config.use_kl_loss:
+        clean = self.config.diffusion_loss.objective.clean
+        if learns and self.config.needs_reference:
             # First: the reference's weights may take the places of the adapter's, which no graph must hold by then.
             with torch.no_grad(), self._reference():
                 output["ref_velocities"] = self._velocity(data, micro.conditioning)
             if self._kl_of_means:
                 output["ref_transition_means"] = self._transition(data, output["ref_velocities"]).mean
         velocity = self._velocity(data, micro.conditioning)
+        if clean:
+            weighting = self.config.diffusion_loss.awm_weighting
+            target = data[Key.NOISE] - data[Key.CLEAN_LATENTS]
+            output["log_probs"] = matching_log_prob(velocity, target, data[Key.SIGMAS], weighting)
+            if means or learns:
+                output["velocities"] = velocity
+            return output
         step = self._transition(data, velocity)
         output["log_probs"] = log_prob(step, data[Key.NEXT_LATENTS], sde_type=self._sde_type)
         if means:
@@ -577,10 +592,19 @@ class _Update:
     def correct(self, mini: MiniBatch, present: OldPolicy) -> OldPolicy:
         """Add weights and rejection to the current policy's log-probs of a mini-batch, and their metrics to ``gap``."""
         # Only these keys: indexing the whole batch would copy its latents.
-        numbers = self.batch.select(*_CORRECTION_KEYS, strict=False)[mini.rows]
+        # Noise levels of clean images are all different, so that no figures by timestep exist.
+        keys = [name for name in _CORRECTION_KEYS if not (self.mode.objective.clean and name == Key.TIMESTEPS)]
+        numbers = self.batch.select(*keys, strict=False)[mini.rows]
+        if not self.steps.has_rollout_log_probs:
+            return present
         corrected, moments = correct_old_policy(present, numbers, self.mode.rollout_correction)
         self.gap.add(moments)
         return corrected
+
+
+def _by_image(values: Mapping[str, Tensor], window: int) -> dict[str, Tensor]:
+    """Values of rows ``(n, ...)`` as ``(n / window, window, ...)``."""
+    return {name: value.unflatten(0, (-1, window)) for name, value in values.items()}
 
 
 class _Accumulated(NamedTuple):

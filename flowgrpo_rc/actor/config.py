@@ -121,6 +121,25 @@ class DiffusionLossConfig(Section):
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
+class CleanImagesConfig(Section):
+    """The section ``actor.clean``: the places at which objectives on clean images noise an image anew."""
+
+    section = "actor_rollout_ref.actor.clean"
+
+    places: PositiveInt = 2
+    """Places ``K`` of an image; each is a noise level and a noise of its own, and a forward and backward pass."""
+    distribution: Annotated[str, one_of(("uniform", "logit_normal", "schedule"))] = "uniform"
+    """Distribution of the noise levels, of which each place takes one of ``K`` equally likely parts: ``uniform``;
+    ``logit_normal``, more in the middle; ``schedule``, as the model's own sampling schedule spaces them."""
+    range: Annotated[
+        list[float],
+        Check(lambda ends: len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1, "give two rising numbers from 0 to 1"),
+    ] = field(default_factory=lambda: [0.0, 1.0])
+    """Lowest and highest noise level; 0 is a clean image, 1 pure noise."""
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
 class OptimizerConfig(Section):
     """The section ``actor.optim``: AdamW on the LoRA weights."""
 
@@ -224,6 +243,8 @@ class DiffusionActorConfig(Section):
     conditional half's, and not the log-prob's own."""
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
     """The objective and its limits; a mapping of the section's keys will do."""
+    clean: CleanImagesConfig = field(default_factory=CleanImagesConfig)
+    """The places of objectives on clean images; a mapping of the section's keys will do."""
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer and its learning-rate schedule; a mapping of the section's keys will do."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
@@ -238,8 +259,15 @@ class DiffusionActorConfig(Section):
             yield "kl_reference: got average without ema_decay; set ema_decay=0.99, or kl_reference to base or start"
         for name, default in (("kl_loss_type", "gaussian"), ("kl_reference", "base")):
             value = getattr(self, name)
-            if value != default and not self.use_kl_loss:
+            if value != default and not (self.needs_reference if name == "kl_reference" else self.use_kl_loss):
                 yield f"{name}: got {value} with use_kl_loss=false, which computes no KL; set use_kl_loss=true"
+        if self.use_kl_loss and self.diffusion_loss.ref_kl_coef:
+            yield (
+                f"diffusion_loss.ref_kl_coef: got {self.diffusion_loss.ref_kl_coef} with use_kl_loss=true, a second KL; "
+                "set one of them to 0 or false"
+            )
+        if self.diffusion_loss.objective.clean:
+            yield from self._clean_problems()
         rc = self.rollout_correction
         if isinstance(rc, str):
             return  # The configuration tree repeats the check after resolving the reference.
@@ -249,7 +277,17 @@ class DiffusionActorConfig(Section):
                 f"diffusion_loss.loss_mode: got {loss.loss_mode} with loss_type=reinforce, which has no ratio to "
                 "guard; set loss_mode=flow_grpo or rollout_correction.loss_type=ppo_clip"
             )
-        if loss.clip_ratio == "auto" and not (rc.bypass_mode and rc.loss_type == "ppo_clip"):
+        if loss.objective.clean and rc.bypass_mode:
+            yield (
+                f"rollout_correction.bypass_mode: got true with diffusion_loss.loss_mode={loss.loss_mode}, which needs "
+                "no log-probs of the engine and gets none; set it to false"
+            )
+        elif loss.objective.clean and rc.plan().calibrated:
+            yield (
+                f"rollout_correction.rollout_rs_threshold: got auto with diffusion_loss.loss_mode={loss.loss_mode}, "
+                "whose gap no probe measures; give a number"
+            )
+        elif loss.clip_ratio == "auto" and not (rc.bypass_mode and rc.loss_type == "ppo_clip"):
             yield (
                 "diffusion_loss.clip_ratio: got auto, which follows the gap that bypass mode's PPO clips around; give "
                 "a number, or set rollout_correction.bypass_mode=true with loss_type=ppo_clip"
@@ -261,6 +299,28 @@ class DiffusionActorConfig(Section):
                 "micro-batch makes the weights anew, so their mean would depend on how the batch is cut. Set it to "
                 "false, or bypass_mode=false"
             )
+
+    def _clean_problems(self) -> Iterator[str]:
+        """Settings that are for recorded SDE steps."""
+        mode = self.diffusion_loss.loss_mode
+        if self.use_kl_loss and self.kl_loss_type == "gaussian":
+            yield f"kl_loss_type: got gaussian with loss_mode={mode}, which has no transitions; set it to velocity"
+        pair = 2 * self.clean.places
+        if self.diffusion_loss.objective.paired and (self.ppo_micro_batch_rows or pair) < pair:
+            yield (
+                f"ppo_micro_batch_rows: got {self.ppo_micro_batch_rows} with loss_mode={mode}, which compares two "
+                f"images at clean.places={self.clean.places} places each; give at least {pair}, or null"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the update runs the reference too: for a KL, or for an objective that compares with it."""
+        loss = self.diffusion_loss
+        return self.use_kl_loss or loss.ref_kl_coef > 0 or loss.objective.needs_reference
+
+    def rows_per_image(self, window: int) -> int:
+        """Rows of an image: the SDE steps of its ``window``, or its places for objectives on clean images."""
+        return self.clean.places if self.diffusion_loss.objective.clean else window
 
     def micro_batch_rows(self, window: int) -> int:
         """Rows of a micro-batch where every image has ``window`` SDE steps."""

@@ -42,7 +42,7 @@ class ModeInForce:
     @property
     def has_limit(self) -> bool:
         """True if the objective's limit acts; REINFORCE in bypass mode has none."""
-        return self.rollout_correction.loss_type == "ppo_clip"
+        return self.objective.has_limit and self.rollout_correction.loss_type == "ppo_clip"
 
     @property
     def limits_the_gap(self) -> bool:

@@ -1,7 +1,8 @@
 """Cut a batch into micro-batches of rows and bring them to the actor's device.
 
-A row is one recorded SDE step of one image. A batch of ``B`` images with ``W`` steps each has ``B * W`` rows; the rows
-of an image follow each other. A micro-batch is any number of consecutive rows.
+A row is one recorded SDE step of one image, or one place of a clean image: the image noised to one level. A batch of
+``B`` images with ``W`` steps or places each has ``B * W`` rows; the rows of an image follow each other. A micro-batch
+is any number of consecutive rows.
 
 The scalars of all rows and the prompts' embeddings cross to the device once per update. Latents are too large for that:
 they stay on the host, and those of a micro-batch cross together, from pinned memory on a GPU, without a host sync.
@@ -40,6 +41,12 @@ class RecordedSteps:
     """The rows of a batch on the host, for one update or one scoring pass on ``device``; ``prompt_index`` points into
     ``conditioning``."""
 
+    means = "transition_means"
+    """Output of the forward pass that objectives compare besides log-probs: the means, or the velocities."""
+    old_means = Key.OLD_TRANSITION_MEANS
+    """Key of the old policy's."""
+    _large: tuple[str, ...] = (Key.LATENTS, Key.NEXT_LATENTS)
+
     def __init__(self, batch: TensorDict, conditioning: Conditioning, device: torch.device) -> None:
         self.window = int(batch[Key.TIMESTEPS].shape[1])  # steps per image
         self._device = device
@@ -53,6 +60,11 @@ class RecordedSteps:
         self._conditioning = conditioning.to(device)
         self._prompt_index = batch[Key.PROMPT_INDEX].repeat_interleave(self.window)
 
+    @property
+    def has_rollout_log_probs(self) -> bool:
+        """False for clean images whose correction is off: nothing then compares them with the policy that drew."""
+        return Key.ROLLOUT_LOG_PROBS in self._numbers
+
     def cut(
         self, images: Int[Tensor, " M"], size: int, *, rollout_means: bool = False, old: OldPolicy | None = None
     ) -> Iterator[MicroBatch]:
@@ -62,10 +74,10 @@ class RecordedSteps:
         rows = (images[:, None] * self.window + torch.arange(self.window)).flatten()
         # The same indices on both sides: latents are gathered on the host, scalars on the device.
         rows_there = onto(rows, self._device)
-        names = [Key.LATENTS, Key.NEXT_LATENTS]
+        names = self._large
         # A TensorDict iterates over its rows, so ``in`` needs the keys.
         if rollout_means and Key.ROLLOUT_MEANS in self._batch.keys():  # noqa: SIM118
-            names.append(Key.ROLLOUT_MEANS)
+            names = (*names, Key.ROLLOUT_MEANS)
         old_numbers: dict[str, Tensor] = {}
         if old is not None:
             # Means are as large as latents and follow them, a micro-batch at a time.
@@ -74,15 +86,44 @@ class RecordedSteps:
         for start in range(0, len(rows), size):
             places = slice(start, start + size)
             large = take_rows([self._batch[name] for name in names], rows[places], self._device)
-            data = dict(zip(names, large, strict=True))
-            data |= {name: values[rows_there[places]] for name, values in self._numbers.items()}
+            numbers = {name: values[rows_there[places]] for name, values in self._numbers.items()}
+            data = self._inputs(dict(zip(names, large, strict=True)), numbers, rows[places])
             data |= {name: values[places] for name, values in old_numbers.items()}
             if old is not None and old.means is not None:
-                (data[Key.OLD_TRANSITION_MEANS],) = take_rows(
-                    [old.means], torch.arange(len(rows))[places], self._device
-                )
+                (data[self.old_means],) = take_rows([old.means], torch.arange(len(rows))[places], self._device)
             conditioning = self._conditioning.rows(self._prompt_index[rows[places]], self._device)
             yield MicroBatch(places, data, conditioning)
+
+    def _inputs(
+        self, large: dict[str, Tensor], numbers: dict[str, Tensor], rows: Int[Tensor, " n"]
+    ) -> dict[str, Tensor]:
+        """The data of some rows, from their large tensors and their scalars."""
+        return large | numbers
+
+
+class NoisedImages(RecordedSteps):
+    """The same for clean images: ``latents`` come from ``clean_latents``, ``noise`` and ``sigmas``, on the device."""
+
+    means = "velocities"
+    old_means = Key.OLD_VELOCITIES
+    _large = (Key.NOISE,)
+
+    def _inputs(
+        self, large: dict[str, Tensor], numbers: dict[str, Tensor], rows: Int[Tensor, " n"]
+    ) -> dict[str, Tensor]:
+        images = self._batch[Key.CLEAN_LATENTS].unsqueeze(1)
+        (clean,) = take_rows([images], rows // self.window, self._device)
+        noise = large[Key.NOISE]
+        sigma = numbers[Key.SIGMAS][(..., *[None] * (clean.dim() - 1))]
+        latents = (1 - sigma) * clean + sigma * noise
+        return {Key.LATENTS: latents, Key.CLEAN_LATENTS: clean, **large, **numbers}
+
+
+def rows_of_batch(batch: TensorDict, conditioning: Conditioning, device: torch.device) -> RecordedSteps:
+    """The rows of a batch of recorded steps or of noised clean images."""
+    # A TensorDict iterates over its rows, so ``in`` needs the keys.
+    kind = NoisedImages if Key.CLEAN_LATENTS in batch.keys() else RecordedSteps  # noqa: SIM118
+    return kind(batch, conditioning, device)
 
 
 def present_as_old(
@@ -99,20 +140,23 @@ def present_as_old(
     """
     present = output["log_probs"].detach()
     log_probs = present
-    if mode.couples_steps:
+    if mode.couples_steps and Key.ROLLOUT_LOG_PROBS in data:
         # Sequence criteria see each image's window as a row of its own.
         log_probs = present.view(-1, window)
         whole = {Key.ROLLOUT_LOG_PROBS: data[Key.ROLLOUT_LOG_PROBS].view(-1, window)}
         if Key.ROLLOUT_RS_BOUNDS in data:
             whole[Key.ROLLOUT_RS_BOUNDS] = data[Key.ROLLOUT_RS_BOUNDS][::window]
         data = whole
-    weights, keep = weights_and_keep(log_probs, data, mode.rollout_correction)
-    found = {Key.ROLLOUT_IS_WEIGHTS: weights.flatten(), Key.ROLLOUT_KEEP: keep.flatten()}
+    found: dict[str, Tensor] = {}
+    if Key.ROLLOUT_LOG_PROBS in data:
+        weights, keep = weights_and_keep(log_probs, data, mode.rollout_correction)
+        found = {Key.ROLLOUT_IS_WEIGHTS: weights.flatten(), Key.ROLLOUT_KEEP: keep.flatten()}
     # In bypass mode the batch's rollout log-probs stay the old ones.
     if not mode.bypasses:
         found[Key.OLD_LOG_PROBS] = present
-        if "transition_means" in output:
-            found[Key.OLD_TRANSITION_MEANS] = output["transition_means"].detach()
+        for name, key in ((kind.means, kind.old_means) for kind in (RecordedSteps, NoisedImages)):
+            if name in output:
+                found[key] = output[name].detach()
     return found
 
 

@@ -45,12 +45,13 @@ class Rescoring:
     _warned: bool = field(default=False, init=False)
 
     def __call__(self, batch: TensorDict, conditioning: Conditioning, step: int) -> dict[str, float]:
-        """Metrics over all processes; empty with ``rollout.probe.images=0``.
+        """Metrics over all processes; empty with ``rollout.probe.images=0``, and for clean images, of which the engine
+        records no log-probs.
 
         Raises:
             NonFiniteUpdateError: a rescored log-prob is NaN or infinite on a process; the bands have not seen it.
         """
-        if not self.rollout.probe.images:
+        if not self.rollout.probe.images or self.mode.objective.clean:
             return {}
         rows = self.rows(batch, step)
         # Every process must take part, also one without a row of its own: gathering waits for all.

@@ -195,6 +195,11 @@ class Objective:
     """The only ``rollout.algo.sde_type`` that it is meant for; ``None``: any."""
 
     @property
+    def needs_old(self) -> bool:
+        """True if its loss compares the current policy with the old one."""
+        return self.has_limit or self.needs_old_means
+
+    @property
     def clips(self) -> bool:
         """True if it clips a ratio."""
         return self.has_limit and isinstance(self.limit, ClipBand)

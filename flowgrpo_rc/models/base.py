@@ -290,6 +290,10 @@ class DiffusionModel(ABC):
         scheduler.set_timesteps(**self._schedule_arguments(scheduler.config, num_inference_steps, tokens))
         return Schedule(scheduler.timesteps.float(), scheduler.sigmas.float())
 
+    def timesteps_of(self, sigmas: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """The timesteps at which the transformer sees these noise levels, in the unit of ``schedule``."""
+        return sigmas.float() * self._scheduler().config.num_train_timesteps
+
     def tokenizers(self, max_sequence_length: int) -> list[tuple[Any, int]]:
         """The tokenizers, each with the number of a prompt's tokens that it keeps, not counting special tokens."""
         tokenizer = self.pipe.tokenizer

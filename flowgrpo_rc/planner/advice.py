@@ -54,7 +54,7 @@ def _by_cost(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[dict[str, Any], str
     beside = not run.samples_in_trainer and not rollout.is_elsewhere
     if not plan.recomputes(run):
         yield {f"{MODEL}.enable_gradient_checkpointing": True}, "the update takes a third more compute"
-    if run.scored_rows(gpus.count) > run.rollout.window.size:
+    if run.scored_rows(gpus.count) > run.rows_per_image:
         yield {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1}, "the scoring pass in smaller pieces"
     images = _images_at_once(plan, gpus)
     if images < run.sampled_at_once(gpus.count):

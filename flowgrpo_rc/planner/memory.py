@@ -78,7 +78,7 @@ class Measured:
     def update(self, rows: int, *, recompute: bool, accumulates: bool) -> Usage:
         """Forward and backward of ``rows``, images times steps of the window."""
         actor = self.run.actor
-        given = {"reference": actor.use_kl_loss, "detached": actor.detach_unconditional}
+        given = {"reference": actor.needs_reference, "detached": actor.detach_unconditional}
         return self._at_rows(rows, partial(self._update, recompute=recompute, accumulates=accumulates, **given))
 
     def forward(self, rows: int) -> Usage:
@@ -137,7 +137,7 @@ class MemoryPlan:
         def exceeds(rows: int) -> bool:
             return not self.memory(run.with_settings({ROWS: rows}), gpus.count).fits(gpus.bytes)
 
-        most = run.images_of_mini_batch(gpus.count) * run.rollout.window.size
+        most = run.images_of_mini_batch(gpus.count) * run.rows_per_image
         return bisect_left(range(1, most + 1), True, key=exceeds)
 
     def engine_alone(self, run: PlannedRun, trainers: int) -> int:
@@ -165,7 +165,7 @@ class MemoryPlan:
             "LoRA": lora,
             "AdamW's two moments": 2 * lora,
             "average of the LoRA": lora if run.actor.ema_decay is not None else 0,
-            "reference LoRA of the KL": lora if run.actor.use_kl_loss and run.actor.kl_reference == "start" else 0,
+            "reference LoRA of the KL": lora if run.actor.needs_reference and run.actor.kl_reference == "start" else 0,
             "engine's LoRA": self._lora(run.rollout.dtype) if in_process else 0,
             "VAE": sizes.vae,
         }
@@ -179,7 +179,7 @@ class MemoryPlan:
     def _stages(self, run: PlannedRun, gpus: int) -> dict[str, int]:
         rows = run.micro_rows(gpus)
         # Gradients of earlier micro-batches are then alive during the pass.
-        accumulates = run.images_of_mini_batch(gpus) * run.rollout.window.size > rows
+        accumulates = run.images_of_mini_batch(gpus) * run.rows_per_image > rows
         update = self.actor.update(rows, recompute=self.recomputes(run), accumulates=accumulates)
         stages = {
             "update: activations and gradients": update.peak,

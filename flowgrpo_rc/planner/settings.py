@@ -57,9 +57,14 @@ class PlannedRun:
         # A plan for more GPUs than images still needs a row to measure.
         return max(1, self.actor.ppo_mini_batch_size * self.rollout.n // gpus)
 
+    @property
+    def rows_per_image(self) -> int:
+        """Rows of an image: the steps of its window, or the places of a clean image."""
+        return self.actor.rows_per_image(self.rollout.window.size)
+
     def micro_rows(self, gpus: int) -> int:
-        """Rows of one forward and backward pass on a GPU; a row is one step of an image's window."""
-        window = self.rollout.window.size
+        """Rows of one forward and backward pass on a GPU."""
+        window = self.rows_per_image
         return min(self.actor.micro_batch_rows(window), self.images_of_mini_batch(gpus) * window)
 
     def sampled_at_once(self, gpus: int) -> int:
@@ -72,13 +77,18 @@ class PlannedRun:
 
     def scored_rows(self, gpus: int) -> int:
         """Rows of one scoring forward, for the update or for rescoring; 0: there is none."""
-        window = self.rollout.window.size
+        window = self.rows_per_image
         images = self.images_of_batch(gpus)
         if not self.scored_share:
-            images = min(images, -(-self.rollout.probe.images // gpus))
+            images = min(images, -(-self.rescored_images // gpus))
         at_once = self.rollout.log_prob_micro_batch_size_per_gpu
         rows = self.micro_rows(gpus) if at_once is None else at_once * window
         return min(rows, images * window)
+
+    @property
+    def rescored_images(self) -> int:
+        """Images of a batch that rescoring measures the gap on; of clean images there is none to measure."""
+        return 0 if self.actor.diffusion_loss.objective.clean else self.rollout.probe.images
 
     @property
     def actor_precision(self) -> str:

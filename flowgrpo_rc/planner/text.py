@@ -77,8 +77,7 @@ def _heading(plan: MemoryPlan) -> list[str]:
         f"Images of {asked.width}x{asked.height}, {asked.num_inference_steps} steps, prompts of up to "
         f"{asked.max_sequence_length} tokens, {'guidance' if asked.true_cfg_scale > 1 else 'no guidance'}; engine "
         f"{run.rollout.name}, {run.rollout.dtype}",
-        f"Micro-batch: {run.micro_rows(1)} rows, steps of an image's window of {run.rollout.window.size}; "
-        f"activations are {recompute}",
+        f"Micro-batch: {run.micro_rows(1)} rows, {run.rows_per_image} an image; activations are {recompute}",
     ]
 
 

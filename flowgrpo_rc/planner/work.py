@@ -42,16 +42,18 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     run = plan.run
     rollout = run.rollout
     images = run.prompts * rollout.n
-    window = run.rollout.window.size
+    window = run.rows_per_image
     rows = run.micro_rows(1)
     # Per row, since passes are linear in their rows.
     forward = plan.actor.forward(rows).forward_flops / rows
     decode = plan.actor.decode(1).forward_flops
     update = plan.actor.update(rows, recompute=plan.recomputes(run), accumulates=False)
-    times = images * window * run.actor.ppo_epochs / rows
+    # Of a group only the best and the worst image are compared.
+    learned = 2 * run.prompts if run.actor.diffusion_loss.objective.paired else images
+    times = learned * window * run.actor.ppo_epochs / rows
     return StepFlops(
         rollout=images * (rollout.pipeline.num_inference_steps * forward + decode),
-        score=(run.scored_share * images + min(rollout.probe.images, images)) * window * forward,
+        score=(run.scored_share * images + min(run.rescored_images, images)) * window * forward,
         update=times * (update.forward_flops + update.backward_flops),
         recomputed=times * update.recomputed_flops,
     )

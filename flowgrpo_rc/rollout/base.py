@@ -49,6 +49,8 @@ class RolloutRequest:
     """Kind of the stochastic steps, a key of ``SDE_TYPES``."""
     record_means: bool = False
     """Also record ``rollout_means``, the mean of each recorded step."""
+    record_clean: bool = False
+    """Return ``clean_latents``, for a deterministic request whose images are learned from."""
     on_images: Callable[[Int[Tensor, " b"], UInt8[Tensor, "b H W 3"]], object] | None = None
     """Called with rows, in order, and their finished images on the host, as soon as an engine has them. An engine that
     finishes all images at once need not call it."""
@@ -96,8 +98,8 @@ class Trajectories:
     """The finished images."""
     batch: TensorDict | None
     """``latents``, ``next_latents``, ``timesteps``, ``sigmas``, ``next_sigmas``, ``rollout_log_probs``,
-    ``prompt_index`` and on request ``rollout_means``, all on the host, floats in float32; ``None`` for a deterministic
-    request."""
+    ``prompt_index`` and on request ``rollout_means``, all on the host, floats in float32; for a deterministic request
+    ``prompt_index`` and ``clean_latents`` with ``record_clean``, else ``None``."""
     echo: Echo
     """The settings that the engine used."""
 
@@ -182,9 +184,8 @@ def check_has_adapter(version: int) -> None:
 
 
 def batch_of(record: Mapping[str, Tensor], request: RolloutRequest) -> TensorDict | None:
-    """The recorded steps of all images as a trajectory batch; ``None`` for a deterministic request."""
-    # A deterministic request has no transitions, and so nothing to learn from.
-    if request.window_starts is None:
+    """The recorded steps or clean latents of all images as a trajectory batch; ``None`` if nothing is recorded."""
+    if request.window_starts is None and not request.record_clean:
         return None
     batch = TensorDict(dict(record), batch_size=[len(request.prompt_index)])
     # A copy: the batch outlives the request and is moved to the actor's device.

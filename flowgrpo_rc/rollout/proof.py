@@ -63,6 +63,8 @@ def check_rollout(
     _check("compute dtype", echo.dtype, dtype, "the engine ignored actor_rollout_ref.rollout.dtype")
     check_echo(request, schedule, echo)
     _check_shape("images", trajectories.images, (len(request.prompt_index), cond.height, cond.width, 3))
+    if request.record_clean:
+        check_clean(request, trajectories.batch)
     if request.window_starts is None:
         return
     if trajectories.batch is None:
@@ -138,17 +140,18 @@ def check_steps(request: RolloutRequest, starts: Int[Tensor, " B"], batch: Tenso
         _check_floats(f"recorded {name}", batch[name].float(), values, f"{_ORDER_CAUSE}, or record the step after")
 
 
+def check_clean(request: RolloutRequest, batch: TensorDict | None) -> None:
+    """Check that the clean latents are there, finite, float32, and those of the request's prompts."""
+    absent = {Key.PROMPT_INDEX, Key.CLEAN_LATENTS} - set(() if batch is None else batch.keys())
+    if batch is None or absent:
+        _refuse("clean images", f"no {', '.join(sorted(absent))}", "both", "the engine ignored record_clean")
+    _check(Key.PROMPT_INDEX, _listed(batch[Key.PROMPT_INDEX]), _listed(request.prompt_index), _ORDER_CAUSE)
+    _check_finite(batch)
+
+
 def check_values(batch: TensorDict) -> None:
     """Check that everything is finite float32, and that latents went through no narrower dtype and back."""
-    for name, tensor in batch.exclude(Key.PROMPT_INDEX).items():
-        if tensor.dtype != torch.float32:
-            _refuse(f"dtype of {name}", dtype_name(tensor.dtype), "float32", "the engine stores in its compute dtype")
-        rows = (~torch.isfinite(tensor.flatten(1)).all(1)).nonzero().flatten().tolist()
-        if rows:
-            raise RolloutSyncError(
-                f"{name}: not finite for {len(rows)} of {len(tensor)} images (rows {_shown(rows)}), expected finite "
-                "numbers; the engine's precision may be too low: try actor_rollout_ref.rollout.dtype=float32"
-            )
+    _check_finite(batch)
     for name, dtype in product((Key.LATENTS, Key.NEXT_LATENTS), (torch.bfloat16, torch.float16)):
         # Every element of a row that was rounded once survives that dtype, of a float32 row hardly any: a sample does.
         flat = batch[name].flatten(1)
@@ -160,6 +163,19 @@ def check_values(batch: TensorDict) -> None:
                 f"values rounded to {dtype_name(dtype)}",
                 "float32",
                 "the engine keeps latents in its compute dtype; they are what the actor scores, so keep float32",
+            )
+
+
+def _check_finite(batch: TensorDict) -> None:
+    """Check that everything is finite float32."""
+    for name, tensor in batch.exclude(Key.PROMPT_INDEX).items():
+        if tensor.dtype != torch.float32:
+            _refuse(f"dtype of {name}", dtype_name(tensor.dtype), "float32", "the engine stores in its compute dtype")
+        rows = (~torch.isfinite(tensor.flatten(1)).all(1)).nonzero().flatten().tolist()
+        if rows:
+            raise RolloutSyncError(
+                f"{name}: not finite for {len(rows)} of {len(tensor)} images (rows {_shown(rows)}), expected finite "
+                "numbers; the engine's precision may be too low: try actor_rollout_ref.rollout.dtype=float32"
             )
 
 

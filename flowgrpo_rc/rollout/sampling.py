@@ -51,8 +51,8 @@ class RequestSampler:
         """Sample these rows of the request through the whole schedule.
 
         Returns:
-            The images ``(b, H, W, 3)``, and the recorded steps ``(b, W, ...)`` on the host by their key in the batch;
-            no steps for a deterministic request.
+            The images ``(b, H, W, 3)``, and on the host, by their key in the batch, the recorded steps ``(b, W, ...)``
+            or, with ``record_clean``, the clean latents ``(b, *L)``; nothing for another deterministic request.
 
         Raises:
             RolloutError: an image's latents are not finite.
@@ -94,7 +94,8 @@ class RequestSampler:
         record.put("states", steps, latents)
         finite = torch.isfinite(latents.flatten(1)).all(1)
         # One transfer for records and flags, since each one waits for the device.
-        kept = to_host({**record.tensors(), "finite": finite.float()})
+        clean = {Key.CLEAN_LATENTS: latents.float()} if request.record_clean else {}
+        kept = to_host({**record.tensors(), **clean, "finite": finite.float()})
         bad = rows[kept.pop("finite") == 0].tolist()
         if bad:
             raise RolloutError(
@@ -103,8 +104,8 @@ class RequestSampler:
             )
         # Decoded after the check, because non-finite latents would end in an obscure error of the VAE.
         images = self._model.decode(latents, cond.height, cond.width)
-        if not kept:
-            return images, {}
+        if request.window_starts is None:
+            return images, kept
         states = kept.pop("states")
         scalars = dict(zip(SCALARS, kept.pop("scalars").unbind(2), strict=True))
         return images, {Key.LATENTS: states[:, :-1], Key.NEXT_LATENTS: states[:, 1:], **scalars, **kept}

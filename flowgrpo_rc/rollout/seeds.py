@@ -13,6 +13,7 @@ IMAGE = 0
 WINDOW = 1
 VALIDATION = 2
 PROBE = 3
+NOISING = 4
 
 
 def seed_for(seed: int, purpose: int, step: int, index: int) -> int:

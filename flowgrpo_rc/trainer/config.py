@@ -205,6 +205,11 @@ class FlowGRPOConfig(Section):
                     f"{name}: got auto, which follows what the probe measures; set "
                     "actor_rollout_ref.rollout.probe.images to 1 or more"
                 )
+        if objective.clean and self.algorithm.rejection_aware_baseline:
+            yield (
+                f"algorithm.rejection_aware_baseline: got true with loss_mode={loss.loss_mode}, whose images are "
+                "compared with no engine's log-probs before the advantages; set it to false"
+            )
         sde_type = rollout.algo.sde_type
         if objective.sde_type not in (None, sde_type):
             yield (
@@ -281,6 +286,8 @@ class FlowGRPOConfig(Section):
     @property
     def scored_share(self) -> float:
         """Share of a batch that decoupled mode gives a scoring pass."""
+        if not self.actor_rollout_ref.actor.diffusion_loss.objective.needs_old:
+            return 0.0
         return 1 - 1 / self.mini_batches if self.first_mini_batch_is_free else 1.0
 
     def check_processes(self, num_processes: int) -> None:

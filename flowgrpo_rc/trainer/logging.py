@@ -202,9 +202,15 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
     mini = actor.ppo_mini_batch_size
     # Per process, as the micro-batch is.
     images = mini * rollout.n // processes
-    micro = f"{min(actor.ppo_micro_batch_size_per_gpu, images)} images x {window.size} SDE steps"
+    clean = actor.diffusion_loss.objective.clean
+    row = "places" if clean else "SDE steps"
+    size = actor.rows_per_image(window.size)
+    micro = f"{min(actor.ppo_micro_batch_size_per_gpu, images)} images x {size} {row}"
     if actor.ppo_micro_batch_rows is not None:
-        micro = f"{min(actor.ppo_micro_batch_rows, images * window.size)} rows (SDE steps of images)"
+        micro = f"{min(actor.ppo_micro_batch_rows, images * size)} rows ({row} of images)"
+    steps = f"{rollout.algo.sde_type}, window {window.size} in [{window.first}, {window.stop}) of "
+    if clean:
+        steps = "without SDE steps, "
     # At 1 and below the negative prompt has no weight.
     guidance = "none"
     if rollout.pipeline.true_cfg_scale > 1:
@@ -222,8 +228,7 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
         f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
         f"micro-batches of {micro}",
         f"Reward: {config.reward.in_words()}",
-        f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {rollout.algo.sde_type}, window {window.size} in "
-        f"[{window.first}, {window.stop}) of {rollout.pipeline.num_inference_steps} steps",
+        f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {steps}{rollout.pipeline.num_inference_steps} steps",
         f"Guidance: {guidance}",
         f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
     ]

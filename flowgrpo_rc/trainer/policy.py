@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor import DiffusionActorConfig, ModeInForce
+from flowgrpo_rc.actor.noising import noise_images
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
@@ -23,11 +24,12 @@ from flowgrpo_rc.models.prompts import check_length
 from flowgrpo_rc.prompt import Prompt, as_prompt
 from flowgrpo_rc.rollout import RolloutConfig, RolloutRequest, build_engine
 from flowgrpo_rc.rollout.proof import check_rollout
-from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
+from flowgrpo_rc.rollout.seeds import IMAGE, NOISING, WINDOW, generator_for, seed_for
 from flowgrpo_rc.sde import draw_window_start
 from flowgrpo_rc.section import convert
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.encoding import PromptSet, check_numbers, condition
+from flowgrpo_rc.trainer.scoring import best_and_worst
 from flowgrpo_rc.trainer.setup import build_actor
 
 
@@ -126,7 +128,8 @@ class ImagePolicy:
             seed: of starting noise, window and SDE noise; equal seeds give equal images.
             n: images per prompt; ``None``: ``rollout.n``.
             negative: negative prompt where ``true_cfg_scale`` is above 1; ``None``: the pipeline's own default.
-            learn: draw the window of SDE steps and record it. False draws the deterministic ODE, as validation does.
+            learn: draw the window of SDE steps and record it, or for objectives on clean images the finished latents,
+                noised anew. False draws the deterministic ODE, as validation does.
 
         Raises:
             ValueError: the model takes another number of reference images.
@@ -142,7 +145,10 @@ class ImagePolicy:
         check_numbers(type(self.model.pipe).__name__, records)
         group = torch.arange(len(given)).repeat_interleave(n)
         window: dict[str, Any] = {"window_starts": None}
-        if learn:
+        clean = learn and self._mode.objective.clean
+        if clean:
+            window["record_clean"] = True
+        elif learn:
             span = self._rollout.window
             starts = [draw_window_start(span, generator_for(seed, WINDOW, 0, i)) for i in range(len(given))]
             window = {
@@ -161,6 +167,11 @@ class ImagePolicy:
         )
         answer = self.engine.generate(request)
         check_rollout(request, answer, self.model, self._adapter.held, self._rollout.dtype)
+        if clean and answer.batch is not None:
+            # Both images of a pair need the same noise.
+            numbers = group.tolist() if self._mode.objective.paired else range(len(group))
+            seeds = [seed_for(seed, NOISING, 0, i) for i in numbers]
+            noise_images(answer.batch, seeds, self.actor.config.clean, self.model, (pipeline.height, pipeline.width))
         texts = [given[i].text for i in group.tolist()]
         return Drawn(answer.images.numpy(), texts, group, request.conditioning, answer.batch)
 
@@ -178,6 +189,8 @@ class ImagePolicy:
         if self._mode.bypasses:
             return OldPolicy.of_rollout(batch), {}
         scored = self.actor.score(batch, drawn.conditioning)
+        if self._mode.objective.clean:
+            return scored, {}  # the policy that drew is the old one
         old, moments = correct_old_policy(scored, batch, self._mode.rollout_correction)
         gap = MetricAccumulator()
         gap.add(moments)
@@ -203,7 +216,10 @@ class ImagePolicy:
         values = torch.as_tensor(rewards)
         batch[Key.ADVANTAGES] = group_advantages(values, drawn.group, global_std=True).advantages.float()
         images = self.actor.config.ppo_mini_batch_size * (len(batch) // int(drawn.group[-1] + 1))
-        mini_batches = [MiniBatch(rows, old.rows(rows)) for rows in torch.arange(len(batch)).split(images)]
+        parts = torch.arange(len(batch)).split(images)
+        if self._mode.objective.paired:
+            parts = [best_and_worst(rows, batch[Key.ADVANTAGES], drawn.group) for rows in parts]
+        mini_batches = [MiniBatch(rows, old.rows(rows)) for rows in parts]
         updated = self.actor.update(batch, drawn.conditioning, mini_batches)
         self.step += 1
         self._adapter.push(self.step)

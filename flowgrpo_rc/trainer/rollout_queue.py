@@ -51,6 +51,7 @@ class RolloutQueue:
         # In bypass mode the engine is the old policy, and objectives that compare means need its means. The guard may
         # change the mode before the batch is learned from, so that the configured mode decides.
         self._record_means = mode.objective.needs_old_means and mode.bypasses
+        self._learns_from_clean = mode.objective.clean
         self._queue: deque[tuple[BatchRequest, HeldAdapter, PendingRollout | None]] = deque()
 
     def next(self, step: int) -> BatchRequest:
@@ -106,12 +107,19 @@ class RolloutQueue:
             prompt_index=torch.arange(len(prompts)).repeat_interleave(rollout.n),
             num_inference_steps=rollout.pipeline.num_inference_steps,
             seeds=seeds,
-            window_starts=torch.tensor(self.window_starts(positions.tolist(), step)).repeat_interleave(rollout.n),
-            window_size=rollout.window.size,
-            noise_level=rollout.algo.noise_level,
-            sde_type=rollout.algo.sde_type,
-            record_means=self._record_means,
+            window_starts=None,
+            record_clean=True,
         )
+        if not self._learns_from_clean:
+            request = replace(
+                request,
+                window_starts=torch.tensor(self.window_starts(positions.tolist(), step)).repeat_interleave(rollout.n),
+                window_size=rollout.window.size,
+                noise_level=rollout.algo.noise_level,
+                sde_type=rollout.algo.sde_type,
+                record_means=self._record_means,
+                record_clean=False,
+            )
         records = [record for record in prompts for _ in range(rollout.n)]
         ahead = rollout.ahead > 0 and isinstance(self._engine, RolloutPool)
         overlaps = run.config.reward.overlap

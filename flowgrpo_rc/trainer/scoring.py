@@ -94,6 +94,18 @@ def batch_advantages(
     }
 
 
+def best_and_worst(
+    rows: Int[Tensor, " M"], advantages: Float[Tensor, " B"], group: Int[Tensor, " B"]
+) -> Int[Tensor, " pairs*2"]:
+    """Of the images ``rows`` the one with the largest and the one with the smallest advantage of each group, one after
+    the other; in a group of equal ones both are the first."""
+    pairs = []
+    for one in group[rows].unique():
+        own = rows[group[rows] == one]
+        pairs += [own[advantages[own].argmax()], own[advantages[own].argmin()]]
+    return torch.stack(pairs)
+
+
 class RolloutScoring(PartialScoring):
     """Scores the images of ``records`` as they come; a context manager that scores nothing more on exit.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.actor.noising import noise_images
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
@@ -30,6 +31,7 @@ from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.base import MeasuresMemory
 from flowgrpo_rc.rollout.proof import check_rollout
+from flowgrpo_rc.rollout.seeds import NOISING, seed_for
 from flowgrpo_rc.run_folder import RunFolder, RunFolderError
 from flowgrpo_rc.trainer import launch
 from flowgrpo_rc.trainer.checkpoint import (
@@ -45,8 +47,8 @@ from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger, announcement
 from flowgrpo_rc.trainer.outputs import RunOutputs
-from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue
-from flowgrpo_rc.trainer.scoring import batch_advantages, image_metrics, reward_statistics
+from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue, image_numbers
+from flowgrpo_rc.trainer.scoring import batch_advantages, best_and_worst, image_metrics, reward_statistics
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer, Timeline, peak_memory, speed
 from flowgrpo_rc.trainer.validation import validate
@@ -145,7 +147,7 @@ class FlowGRPOTrainer:
         with self.timer("advantage"):
             batch[Key.ADVANTAGES], advantage_metrics = self._advantages(scored, batch, old)
         with self.timer("update"), self._naming(batch, prompts):
-            update = self.run.actor.update(batch, cond, self._mini_batches(len(batch), old), self.mode, gap=gap)
+            update = self.run.actor.update(batch, cond, self._mini_batches(batch, old), self.mode, gap=gap)
         self.step += 1
         with self.timer("sync"):
             metrics |= self.adapter.metrics()
@@ -164,7 +166,18 @@ class FlowGRPOTrainer:
         # Validation draws without a batch; a rollout records its steps.
         assert trajectories.batch is not None
         trajectories.batch[Key.GROUP] = request.group
+        if self.mode.objective.clean:
+            self._noise(trajectories.batch, request)
         return trajectories.batch, trajectories.images.numpy()
+
+    def _noise(self, batch: TensorDict, request: BatchRequest) -> None:
+        """Noise the clean images. Both images of a pair need the same noise, so that there a group has one."""
+        numbers = batch[Key.GROUP]
+        if not self.mode.objective.paired:
+            numbers = image_numbers(batch[Key.GROUP], self.config.actor_rollout_ref.rollout.n)
+        seeds = [seed_for(self.config.rollout_seed, NOISING, request.step, i) for i in numbers.tolist()]
+        cond = request.request.conditioning
+        noise_images(batch, seeds, self.config.actor_rollout_ref.actor.clean, self.run.model, (cond.height, cond.width))
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample, and check that the engine used the requested adapter, schedule, guidance and noise."""
@@ -180,14 +193,24 @@ class FlowGRPOTrainer:
                 batch[Key.CLIP_WIDTHS] = self.run.clip_bands.widths(batch[Key.TIMESTEPS])
             # No pass of the actor: the engine's own log-probs are the old policy's.
             return OldPolicy.of_rollout(batch)
+        if self.mode.objective.clean and self.adapter.behind and self.mode.rollout_correction.corrects:
+            # The policy that drew scores its images at the same noise; without a lag it is the old one.
+            with self.adapter.actor_at_rollout_version():
+                batch[Key.ROLLOUT_LOG_PROBS] = self.run.actor.score(batch, cond).log_probs
+        elif not self.mode.objective.needs_old:
+            return None
         start = len(batch) // self.config.mini_batches if self.config.first_mini_batch_is_free else 0
         return self.run.actor.score(batch[start:], cond) if start < len(batch) else None
 
     def _correct(self, batch: TensorDict, old: OldPolicy | None) -> tuple[OldPolicy | None, MetricAccumulator]:
         """Decoupled mode: weights and rejection of the scored rows. In bypass mode the loss computes them."""
         gap = MetricAccumulator()
-        if old is not None and not self.mode.bypasses:
-            old, moments = correct_old_policy(old, batch[len(batch) - len(old) :], self.mode.rollout_correction)
+        # Clean images that the present policy drew, or whose correction is off, have nothing to be compared with.
+        compares = Key.ROLLOUT_LOG_PROBS in batch.keys()  # noqa: SIM118  (a TensorDict iterates over its rows)
+        if old is not None and not self.mode.bypasses and compares:
+            # Noise levels of clean images are all different, so that no figures by timestep exist.
+            scored = batch.exclude(Key.TIMESTEPS) if self.mode.objective.clean else batch
+            old, moments = correct_old_policy(old, scored[len(batch) - len(old) :], self.mode.rollout_correction)
             gap.add(moments)
         return old, gap
 
@@ -203,10 +226,13 @@ class FlowGRPOTrainer:
         rank = self.accelerator.process_index
         return batch_advantages(self.config, scored, batch[Key.GROUP], keep, self._gather, rank)
 
-    def _mini_batches(self, size: int, old: OldPolicy | None) -> list[MiniBatch]:
+    def _mini_batches(self, batch: TensorDict, old: OldPolicy | None) -> list[MiniBatch]:
         """The rows of each optimizer step, with their old policy where they have been scored."""
+        size = len(batch)
         start = size - (0 if old is None else len(old))
         parts = torch.arange(size).chunk(self.config.mini_batches)
+        if self.mode.objective.paired:
+            parts = [best_and_worst(rows, batch[Key.ADVANTAGES], batch[Key.GROUP]) for rows in parts]
         return [MiniBatch(rows, None if old is None or rows[0] < start else old.rows(rows - start)) for rows in parts]
 
     @contextmanager

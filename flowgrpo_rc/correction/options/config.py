@@ -118,6 +118,11 @@ class RolloutCorrectionConfig(Presets):
                 "corrected apart then, and have no common mean. Set one of the two otherwise."
             )
 
+    @property
+    def corrects(self) -> bool:
+        """True if there are weights or a rejection, not metrics alone."""
+        return self.rollout_is is not None or self.plan().can_reject
+
     def plan(self) -> CorrectionPlan:
         """The parsed form that the computation uses."""
         return make_plan(**{name: getattr(self, name) for name in _PLANNED})
