@@ -90,8 +90,8 @@ def main() -> int:
 
 
 HEADER = (
-    "| objective | held out after 30, 60, 150 batches, by seed | batches to .85 | read right (reward's OCR / tesseract) |"
-    " forwards |\n|---|---|---|---|---|"
+    "| objective | held out after 30, 60, 150 batches, by seed | batches to .85 | read right (reward's OCR / tesseract) "
+    "| forwards |\n|---|---|---|---|---|"
 )
 
 

@@ -123,8 +123,8 @@ def test_the_table_of_models_is_that_of_the_registries():
         for kind in kinds:
             (engines,) = [engines for models, drawn_from, engines in rows if name in models and drawn_from == kind]
             assert ("vLLM-Omni" in engines) == (family in PIPELINES), family
-    assert all(title in section for title in ("Flow-GRPO", "DanceGRPO", "GRPO-Guard", "Flow-DPPO"))
-    assert len(OBJECTIVES) == 4
+    assert all(title in section for title in ("Flow-GRPO", "DanceGRPO", "GRPO-Guard", "Flow-DPPO", "AWM", "NFT", "DPO"))
+    assert len(OBJECTIVES) == 7
 
 
 def _kinds(family):

@@ -440,8 +440,8 @@ class DiffusionActor:
 
     def _forward(self, micro: MicroBatch, *, means: bool, learns: bool = False) -> dict[str, Tensor]:
         """Log-probs ``(n,)`` of a micro-batch's rows; with ``means`` also means and standard deviations of the
-        transitions, or at noised images the velocities; if the update ``learns`` from them also velocities, and for a KL those of the reference and its
-        means, from a second forward pass."""
+        transitions, or at noised images the velocities; if the update ``learns`` from them also velocities, and of the
+        reference, if there is one, velocities and means, from a second forward pass."""
         data = micro.data
         output: dict[str, Tensor] = {}
         clean = self.config.diffusion_loss.objective.clean

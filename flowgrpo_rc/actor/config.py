@@ -80,8 +80,8 @@ class DiffusionLossConfig(Section):
     it is, ``positive_only`` and ``negative_only`` its part of that sign, ``one_only`` 1 above 0 and else 0, ``binary``
     its sign."""
     ref_kl_coef: NonNegativeFloat = 0.0
-    """Weight of the velocity KL to the reference of ``kl_reference``, under verl-omni's name; ``use_kl_loss`` with
-    ``kl_loss_type=velocity`` is the same."""
+    """Objectives on clean images: weight of the velocity KL to the reference of ``kl_reference``, under verl-omni's
+    name; ``use_kl_loss`` with ``kl_loss_type=velocity`` is the same."""
     dpo_beta: PositiveFloat = 2000.0
     """``dpo``: weight ``beta`` of the difference of matching errors."""
     loss_agg_mode: Annotated[str, one_of(AGGREGATIONS)] = "token-mean"
@@ -261,11 +261,6 @@ class DiffusionActorConfig(Section):
             value = getattr(self, name)
             if value != default and not (self.needs_reference if name == "kl_reference" else self.use_kl_loss):
                 yield f"{name}: got {value} with use_kl_loss=false, which computes no KL; set use_kl_loss=true"
-        if self.use_kl_loss and self.diffusion_loss.ref_kl_coef:
-            yield (
-                f"diffusion_loss.ref_kl_coef: got {self.diffusion_loss.ref_kl_coef} with use_kl_loss=true, a second KL; "
-                "set one of them to 0 or false"
-            )
         if self.diffusion_loss.objective.clean:
             yield from self._clean_problems()
         rc = self.rollout_correction
@@ -303,6 +298,11 @@ class DiffusionActorConfig(Section):
     def _clean_problems(self) -> Iterator[str]:
         """Settings that are for recorded SDE steps."""
         mode = self.diffusion_loss.loss_mode
+        if self.use_kl_loss and self.diffusion_loss.ref_kl_coef:
+            yield (
+                f"diffusion_loss.ref_kl_coef: got {self.diffusion_loss.ref_kl_coef} with use_kl_loss=true, a second "
+                "KL; set it to 0, or use_kl_loss=false"
+            )
         if self.use_kl_loss and self.kl_loss_type == "gaussian":
             yield f"kl_loss_type: got gaussian with loss_mode={mode}, which has no transitions; set it to velocity"
         pair = 2 * self.clean.places
@@ -316,7 +316,7 @@ class DiffusionActorConfig(Section):
     def needs_reference(self) -> bool:
         """True if the update runs the reference too: for a KL, or for an objective that compares with it."""
         loss = self.diffusion_loss
-        return self.use_kl_loss or loss.ref_kl_coef > 0 or loss.objective.needs_reference
+        return self.use_kl_loss or (loss.objective.clean and (loss.ref_kl_coef > 0 or loss.objective.needs_reference))
 
     def rows_per_image(self, window: int) -> int:
         """Rows of an image: the SDE steps of its ``window``, or its places for objectives on clean images."""

@@ -153,8 +153,11 @@ def _changes_nothing(condition: str | None, value: Any, tree: Mapping[str, Any])
             return False
         case "reward_model_is_off":
             return tree.get("reward.reward_model.enable", tree.get("reward_model.enable")) is False
-        case "other_objective":
-            return tree.get(f"{_ACTOR}.diffusion_loss.loss_mode", DEFAULT) not in ("diffusion_nft", "dpo", "awm")
+        case "pairs_images":
+            return value in (None, False) or _objective(tree) == "dpo"
+        case "names_the_objective":
+            names = ("direct_preference", "diffusion_nft_model", "diffusion_dpo_model")
+            return value in names and _objective(tree) in ("diffusion_nft", "dpo")
         case "known_family":
             return value in (None, *FAMILIES)
         case "own_reward_manager":
@@ -176,6 +179,11 @@ def _changes_nothing(condition: str | None, value: Any, tree: Mapping[str, Any])
                 for part in (value.values() if isinstance(value, Mapping) else [value])
             )
     raise KeyError(condition)
+
+
+def _objective(tree: Mapping[str, Any]) -> Any:
+    """The objective that the settings name, by its loss or by verl-omni's algorithm."""
+    return tree.get(f"{_ACTOR}.diffusion_loss.loss_mode", tree.get(_ALGORITHM, DEFAULT))
 
 
 @cache

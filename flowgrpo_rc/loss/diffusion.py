@@ -130,7 +130,7 @@ def _read_steps(
             dt = kept(dt, policy.keep, 1.0)
         policy = policy._replace(shift=TransitionShift(kl, std, dt))
     reference_kl = None
-    if options.ref_kl_coef or (config.use_kl_loss and config.kl_loss_type == "velocity"):
+    if (objective.clean and options.ref_kl_coef) or (config.use_kl_loss and config.kl_loss_type == "velocity"):
         reference_kl = _velocity_kl(model_output, policy)
     elif config.use_kl_loss:
         reference = require(model_output, "ref_transition_means", "model_output (use_kl_loss=true)")

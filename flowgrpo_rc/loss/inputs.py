@@ -136,7 +136,7 @@ def read_inputs(
         limits=PolicyLimits(low, high, dual_clip, threshold),
         aggregation=aggregation,
         valid=valid,
-        kl_coef=options.ref_kl_coef or config.kl_loss_coef,
+        kl_coef=config.kl_loss_coef if config.use_kl_loss else options.ref_kl_coef,
         correction=correction,
     )
 

@@ -301,7 +301,7 @@ def test_numbers_of_processes_that_agree_are_ignored(monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        (f"{M}.algorithm=diffusion_nft", "cannot work here: .* there are flow_grpo, mix_grpo"),
+        (f"{M}.algorithm=layer_dpo", "cannot work here: .* there are flow_grpo, mix_grpo"),
         (f"{A}.shuffle=True", "cannot work here: mini-batches are whole prompt groups"),
         (f"{A}.optim.optimizer=AdamW8bit", "cannot work here: the optimizer is torch's AdamW"),
         (f"{A}.optim.min_lr_ratio=0.1", "cannot work here"),
