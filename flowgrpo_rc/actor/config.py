@@ -267,7 +267,8 @@ class DiffusionActorConfig(Section):
         if isinstance(rc, str):
             return  # The configuration tree repeats the check after resolving the reference.
         loss = self.diffusion_loss
-        if rc.bypass_mode and rc.loss_type == "reinforce" and loss.objective.needs_old_means:
+        guards = loss.objective.needs_old_means or not loss.objective.has_limit
+        if rc.bypass_mode and rc.loss_type == "reinforce" and guards:
             yield (
                 f"diffusion_loss.loss_mode: got {loss.loss_mode} with loss_type=reinforce, which has no ratio to "
                 "guard; set loss_mode=flow_grpo or rollout_correction.loss_type=ppo_clip"

@@ -46,8 +46,8 @@ def diffusion_nft(
     """
     matching = _matching(inputs)
     assert matching.old_velocity is not None
-    missed = kept(matching.target - matching.velocity, inputs.keep)
-    missed_before = kept(matching.target - matching.old_velocity.detach(), inputs.keep)
+    missed = matching.target - matching.velocity
+    missed_before = matching.target - matching.old_velocity.detach()
     advantages = kept(ADV_MODES[adv_mode](inputs.advantages.detach()), inputs.keep)
     share = (0.5 + advantages / (2 * adv_clip_max)).clamp(0, 1)
     level = matching.sigma[(...,) + (None,) * (missed.dim() - matching.sigma.dim())]
@@ -64,24 +64,23 @@ def dpo(inputs: PolicyInputs, limits: PolicyLimits, *, dpo_beta: float) -> Polic
     pair.
 
     Images come in pairs: the first of the pair with its places, then the second. The one with the larger advantage is
-    the winner; a tie has no gradient. Both images of a pair have the same ``(t, e)``. A pair with a rejected element is
-    rejected.
+    the winner; a tie has no gradient. Both images of a pair have the same ``(t, e)``, and are kept or rejected
+    together.
 
     Source: Diffusion-DPO, arXiv 2311.12908.
     """
     matching = _matching(inputs)
     assert matching.ref_velocity is not None
-    keep = None if inputs.keep is None else _of_both(inputs.keep[0::2] & inputs.keep[1::2])
     dims = matching.sigma.dim()
     now, reference = (
-        _mean(kept(matching.target - velocity, keep).square(), dims)
+        _mean((matching.target - velocity).square(), dims)
         for velocity in (matching.velocity, matching.ref_velocity.detach())
     )
     better = now - reference
-    advantages = kept(inputs.advantages.detach(), keep)
+    advantages = kept(inputs.advantages.detach(), inputs.keep)
     winner = torch.sign(advantages[0::2] - advantages[1::2])
     loss = -logsigmoid(-0.5 * dpo_beta * winner * (better[0::2] - better[1::2]))
-    return _terms(inputs._replace(keep=keep), _of_both(loss))
+    return _terms(inputs, loss.repeat_interleave(2, dim=0))
 
 
 def _matching(inputs: PolicyInputs) -> Matching:
@@ -92,11 +91,6 @@ def _matching(inputs: PolicyInputs) -> Matching:
 def _mean(values: Tensor, dims: int) -> Tensor:
     """Mean over the latent dimensions, which follow the first ``dims``."""
     return values.flatten(dims).mean(-1)
-
-
-def _of_both(values: Tensor) -> Tensor:
-    """A pair's value, for each of its two images."""
-    return values.repeat_interleave(2, dim=0)
 
 
 def _terms(inputs: PolicyInputs, loss: Tensor) -> PolicyTerms:

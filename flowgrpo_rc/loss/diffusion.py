@@ -113,10 +113,13 @@ def _read_steps(
         matching = _read_matching(options, objective, model_output, data)
         model_output, data = _with_log_probs(options, matching, model_output, data)
     shared = read_inputs(config, model_output, data, aggregation, corrected=corrected)
-    # Rewards have outliers; no single image may dominate an optimizer step.
-    policy = shared.policy._replace(
-        advantages=shared.policy.advantages.clamp(-options.adv_clip_max, options.adv_clip_max), matching=matching
-    )
+    policy = shared.policy
+    # A pair only reads which advantage is larger; two that are clamped would be a tie.
+    if not objective.paired:
+        # Rewards have outliers; no single image may dominate an optimizer step.
+        policy = policy._replace(advantages=policy.advantages.clamp(-options.adv_clip_max, options.adv_clip_max))
+    if matching is not None:
+        policy = _with_matching(options, objective, policy, matching)
     if objective.needs_old_means and not objective.clean:
         # In bypass mode the engine is the old policy, so the means must be its own.
         name = Key.ROLLOUT_MEANS if rc.bypass_mode else Key.OLD_TRANSITION_MEANS
@@ -154,10 +157,9 @@ def _read_matching(
     elements = tuple(sigma.shape)
     latents = tuple(noise.shape[len(elements) :])
     check_shape(Key.NOISE, noise, elements + latents)
+    check_shape(Key.CLEAN_LATENTS, clean, elements[:1] + latents)
     # One clean image serves all of its places.
-    if sigma.dim() == 2 and clean.dim() == noise.dim() - 1:
-        clean = clean.unsqueeze(1)
-    check_shape(Key.CLEAN_LATENTS, clean.expand_as(noise), elements + latents)
+    clean = clean.reshape(elements[:1] + (1,) * (sigma.dim() - 1) + latents)
 
     def velocity(mapping: TensorMapping, name: str, described: str, needed: bool) -> Tensor | None:
         value = require(mapping, name, described) if needed else optional(mapping, name)
@@ -170,31 +172,53 @@ def _read_matching(
     current = velocity(model_output, "velocities", described, True)
     assert current is not None
     if objective.paired and len(sigma) % 2:
-        raise ValueError(f"loss_mode={objective.name} compares images in pairs, one after the other; got {len(sigma)}")
+        raise ValueError(
+            f"{Key.SIGMAS} has shape {elements}, but loss_mode={objective.name} compares images in pairs, one after "
+            "the other; give an even number"
+        )
+    # Without any log-probs, a ratio needs the old policy's velocities.
+    needs_old = objective.needs_old_means
+    if objective.has_limit and all(optional(data, name) is None for name in (Key.OLD_LOG_PROBS, Key.ROLLOUT_LOG_PROBS)):
+        needs_old, where = True, f"data (loss_mode={objective.name} without {Key.OLD_LOG_PROBS})"
     return Matching(
         current,
-        (noise - clean).to(current.dtype),
-        sigma.to(current.dtype),
-        velocity(data, Key.OLD_VELOCITIES, where, objective.needs_old_means),
+        # A difference in half precision would be rounded once more.
+        (noise.to(current.dtype) - clean.to(current.dtype)).detach(),
+        sigma.to(current.dtype).detach(),
+        velocity(data, Key.OLD_VELOCITIES, where, needs_old),
         velocity(model_output, "ref_velocities", described, objective.needs_reference),
     )
+
+
+def _with_matching(
+    options: LossOptions, objective: Objective, policy: PolicyInputs, matching: Matching
+) -> PolicyInputs:
+    """The objective's inputs with the velocities of kept elements alone, and with the log-probs that these give. A pair
+    with a rejected element is rejected."""
+    keep = policy.keep
+    if objective.paired and keep is not None:
+        keep = (keep[0::2] & keep[1::2]).repeat_interleave(2, dim=0)
+    # Selected before the log-prob's arithmetic: a NaN of a rejected velocity would reach its gradient.
+    matching = Matching(*(None if value is None else kept(value, keep) for value in matching))
+    log_prob = matching_log_prob(matching.velocity, matching.target, matching.sigma, options.awm_weighting)
+    return policy._replace(log_prob=log_prob, keep=keep, matching=matching)
 
 
 def _with_log_probs(
     options: LossOptions, matching: Matching, model_output: TensorMapping, data: TensorMapping
 ) -> tuple[TensorMapping, TensorMapping]:
-    """Add the log-probs of both policies at the noised images. The old policy's come from ``old_log_probs`` or
-    ``old_velocities``; an objective that needs neither gets the current policy's."""
+    """Add the log-probs of both policies at the noised images, as constants. The old policy's come from
+    ``old_log_probs`` or ``old_velocities``; an objective that needs neither gets the current policy's."""
 
     def log_prob(velocity: Tensor) -> Tensor:
-        return matching_log_prob(velocity, matching.target, matching.sigma, options.awm_weighting)
+        return matching_log_prob(velocity.detach(), matching.target, matching.sigma, options.awm_weighting)
 
     current = log_prob(matching.velocity)
     old = optional(data, Key.OLD_LOG_PROBS)
     if old is None and matching.old_velocity is not None:
         old = log_prob(matching.old_velocity)
     if old is None and not OBJECTIVES[options.loss_mode].has_limit:
-        old = current.detach()
+        old = current
     given = {name: data[name] for name in data.keys()}  # noqa: SIM118  (a TensorDict iterates over its rows)
     if old is not None:
         given[Key.OLD_LOG_PROBS] = old
