@@ -48,7 +48,7 @@ def diffusion_nft(
     assert matching.old_velocity is not None
     missed = matching.target - matching.velocity
     missed_before = matching.target - matching.old_velocity.detach()
-    advantages = kept(ADV_MODES[adv_mode](inputs.advantages.detach()), inputs.keep)
+    advantages = kept(ADV_MODES[adv_mode](inputs.advantages.detach()), inputs.keep).to(missed.dtype)
     share = (0.5 + advantages / (2 * adv_clip_max)).clamp(0, 1)
     level = matching.sigma[(...,) + (None,) * (missed.dim() - matching.sigma.dim())]
     loss = torch.zeros_like(share)

@@ -199,8 +199,10 @@ def _with_matching(
     if objective.paired and keep is not None:
         keep = (keep[0::2] & keep[1::2]).repeat_interleave(2, dim=0)
     # Selected before the log-prob's arithmetic: a NaN of a rejected velocity would reach its gradient.
-    matching = Matching(*(None if value is None else kept(value, keep) for value in matching))
-    log_prob = matching_log_prob(matching.velocity, matching.target, matching.sigma, options.awm_weighting)
+    old, reference = (v if v is None else kept(v, keep) for v in (matching.old_velocity, matching.ref_velocity))
+    velocity, target, sigma = (kept(v, keep) for v in (matching.velocity, matching.target, matching.sigma))
+    matching = Matching(velocity, target, sigma, old, reference)
+    log_prob = matching_log_prob(velocity, target, sigma, options.awm_weighting)
     return policy._replace(log_prob=log_prob, keep=keep, matching=matching)
 
 
