@@ -371,6 +371,7 @@ class DiffusionActor:
                 data = data | present_as_old(mode, data, output, window)
             if mode.objective.paired:
                 output, data = (_by_image(values, window) for values in (output, data))
+                data[Key.CLEAN_LATENTS] = data[Key.CLEAN_LATENTS][:, 0]
             sums = diffusion_loss_sums(mode, output, data, corrected=corrects)
             self._accelerator.backward(sums.loss_sum)
             done.append(sums.metrics)
