@@ -100,6 +100,8 @@ def test_levels_equal_the_pipelines(name):
         ours = model.schedule(STEPS, *size)
         assert_close(ours.timesteps, timesteps, rtol=0, atol=0)
         assert_close(ours.sigmas, sigmas, rtol=0, atol=0)
+        # Some schedulers round to whole timesteps.
+        assert_close(model.timesteps_of(ours.sigmas[:-1]), ours.timesteps, rtol=1e-6, atol=1.0)
         if kind == "unipc_karras" and sigmas[0] < sigmas[1]:
             # diffusers reverses the levels that the pipeline passes.
             with pytest.raises(ValueError, match="do not fall from at most 1 to 0: .*use_karras_sigmas=True"):
