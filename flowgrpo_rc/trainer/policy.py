@@ -211,7 +211,7 @@ class ImagePolicy:
         """
         batch = _steps(drawn)
         metrics: dict[str, float] = {}
-        if old is None:
+        if old is None and self._mode.objective.needs_old:
             old, metrics = self.score(drawn)
         values = torch.as_tensor(rewards)
         batch[Key.ADVANTAGES] = group_advantages(values, drawn.group, global_std=True).advantages.float()
@@ -219,7 +219,7 @@ class ImagePolicy:
         parts = torch.arange(len(batch)).split(images)
         if self._mode.objective.paired:
             parts = [best_and_worst(rows, batch[Key.ADVANTAGES], drawn.group) for rows in parts]
-        mini_batches = [MiniBatch(rows, old.rows(rows)) for rows in parts]
+        mini_batches = [MiniBatch(rows, None if old is None else old.rows(rows)) for rows in parts]
         updated = self.actor.update(batch, drawn.conditioning, mini_batches)
         self.step += 1
         self._adapter.push(self.step)

@@ -40,15 +40,28 @@ MODES = {
         "actor_rollout_ref.actor.diffusion_loss.clip_ratio=1e-3",
         f"{R}.dtype=bfloat16",
     ),
+    "clean": (
+        "algorithm.rollout_correction.bypass_mode=false",
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "algorithm.rollout_correction.rollout_rs=null",
+        "algorithm.rollout_correction.rollout_rs_threshold=null",
+        "actor_rollout_ref.actor.diffusion_loss.loss_mode=awm",
+        "actor_rollout_ref.actor.diffusion_loss.clip_ratio=1e-3",
+    ),
     "guided": (f"{R}.pipeline.true_cfg_scale=2.0", f"{R}.dtype=float32"),
 }
 
 
-@pytest.mark.parametrize(("mode", "ahead"), [("bypass", 1), ("decoupled", 2), ("guided", 1)])
+@pytest.mark.parametrize(("mode", "ahead"), [("bypass", 1), ("decoupled", 2), ("clean", 1), ("guided", 1)])
 def test_ahead_is_adapter_lag_in_every_number(ahead, mode, small_config, pooled):
     late = run(small_config, "late", *MODES[mode], f"{R}.adapter_lag={ahead}")
     assert [row["rollout/adapter_lag"] for row in late[1:]] == [float(min(i, ahead)) for i in range(5)]
-    assert all(len(row) > 80 for row in late[1:])
+    assert all(len(row) > (80 if mode != "clean" else 60) for row in late[1:])
+    if mode == "clean":
+        # Only images of an older adapter are compared with the actor.
+        weights = [row.get("rollout_corr/rollout_is_std") for row in late[1:]]
+        assert weights[0] is None
+        assert all(weight > 0 for weight in weights[1:])
     assert run(small_config, "here", *MODES[mode], f"{R}.ahead={ahead}") == late
     pooled()
     assert run(small_config, "pool", *MODES[mode], f"{R}.ahead={ahead}") == late

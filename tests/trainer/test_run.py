@@ -137,6 +137,43 @@ def test_resumed_run_equals_an_uninterrupted_one(small_config, finished_run, ref
     assert (average.decay, average.optimization_step) == (0.25, 12)
 
 
+CLEAN = ("algorithm.rollout_correction=null", "actor_rollout_ref.rollout.dtype=float32")
+
+
+@pytest.mark.parametrize("name", ["awm", "diffusion_nft", "dpo"])
+def test_a_run_on_clean_images(small_config, name):
+    """It learns without a step's log-prob, and a resumed run equals one that was not interrupted."""
+    settings = (*CLEAN, f"actor_rollout_ref.actor.diffusion_loss.loss_mode={name}", "trainer.total_training_steps=3")
+    whole = FlowGRPOTrainer(small_config(*settings, folder="whole")).fit().root
+    rows = rows_of(whole)
+    assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
+    assert not [key for key in rows[-1] if key.startswith(("rollout_sync/", "rollout_corr/"))]
+    assert (rows[-1]["actor/log_ratio_abs_mean_first"], rows[-1]["actor/kept_fraction"]) == (0.0, 1.0)
+    auto = (*settings, "trainer.resume_mode=auto", "trainer.save_freq=2")
+    first = FlowGRPOTrainer(small_config(*auto, folder="parts"))
+    before_step(first, 2, power_cut)
+    with pytest.raises(ConnectionError):
+        first.fit()
+    assert rows_of(FlowGRPOTrainer(small_config(*auto, folder="parts")).fit().root) == rows
+    assert same(adapter_of(whole), adapter_of(first.folder.root))
+
+
+@pytest.mark.portable
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["awm", "dpo"])
+def test_two_processes_learn_the_same_from_clean_images(small_config, tmp_path, name):
+    settings = (*CLEAN, f"actor_rollout_ref.actor.diffusion_loss.loss_mode={name}", "trainer.resume_mode=disable")
+    trainer = FlowGRPOTrainer(small_config(*settings, folder="one"))
+    start = {file_name(n): v.clone() for n, v in adapter_state(trainer.run.actor.transformer).items()}
+    one = trainer.fit().root
+    command = (*TORCHRUN, "-m", "flowgrpo_rc.cli.main", "demo")
+    done = run_process(*command, *overrides_of(tmp_path / "two", *settings))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_close_rows(rows_of(tmp_path / "two"), rows_of(one))
+    learned = adapter_of(one)
+    assert distance(adapter_of(tmp_path / "two"), learned) < adam() * distance(start, learned)
+
+
 @pytest.mark.portable
 @pytest.mark.process
 @pytest.mark.parametrize("decoupled", [False, True])
