@@ -56,7 +56,7 @@ MODES = {
 def test_ahead_is_adapter_lag_in_every_number(ahead, mode, small_config, pooled):
     late = run(small_config, "late", *MODES[mode], f"{R}.adapter_lag={ahead}")
     assert [row["rollout/adapter_lag"] for row in late[1:]] == [float(min(i, ahead)) for i in range(5)]
-    assert all(len(row) > (80 if mode != "clean" else 60) for row in late[1:])
+    assert all(len(row) > 80 or mode == "clean" for row in late[1:])
     if mode == "clean":
         # Only images of an older adapter are compared with the actor.
         weights = [row.get("rollout_corr/rollout_is_std") for row in late[1:]]
