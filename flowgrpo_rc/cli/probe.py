@@ -59,6 +59,12 @@ def run_command(arguments: argparse.Namespace) -> int:
         # The folder is new, so there is nothing to resume; a path given by the user stays.
         if config.trainer.resume_mode == "auto":
             config.trainer.resume_mode = "disable"
+        loss = config.actor_rollout_ref.actor.diffusion_loss
+        if loss.objective.clean:
+            raise ValueError(
+                f"actor_rollout_ref.actor.diffusion_loss.loss_mode: got {loss.loss_mode}, which reads no log-probs of "
+                "the engine, so that there is no gap to probe; train, or probe with loss_mode=flow_grpo"
+            )
         from flowgrpo_rc.models.parts import require_path
 
         require_path(config.actor_rollout_ref.model.path)
