@@ -26,6 +26,7 @@ PAGES = (
     "clusters.md",
     "weights.md",
     "editing.md",
+    "clean_images.md",
     "families.md",
     "coming_from_verl_omni.md",
     "gap.md",
