@@ -90,7 +90,7 @@ def main() -> int:
 
 
 HEADER = (
-    "| objective | held out after 30, 60, 150 batches, by seed | batches to .85 | read right (reward's OCR / tesseract) "
+    "| objective | held out after 30, 60, 150 batches, by seed | batches to .85 | read right (own OCR / tesseract) "
     "| forwards |\n|---|---|---|---|---|"
 )
 
