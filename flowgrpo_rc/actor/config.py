@@ -283,6 +283,11 @@ class DiffusionActorConfig(Section):
                 f"rollout_correction.rollout_rs_threshold: got auto with diffusion_loss.loss_mode={loss.loss_mode}, "
                 "whose gap no probe measures; give a number"
             )
+        elif loss.objective.clean and loss.clip_ratio == "auto":
+            yield (
+                f"diffusion_loss.clip_ratio: got auto with loss_mode={loss.loss_mode}, whose ratio has no engine's gap "
+                "to follow; give a number"
+            )
         elif loss.clip_ratio == "auto" and not (rc.bypass_mode and rc.loss_type == "ppo_clip"):
             yield (
                 "diffusion_loss.clip_ratio: got auto, which follows the gap that bypass mode's PPO clips around; give "

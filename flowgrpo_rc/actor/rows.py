@@ -154,9 +154,9 @@ def present_as_old(
     # In bypass mode the batch's rollout log-probs stay the old ones.
     if not mode.bypasses:
         found[Key.OLD_LOG_PROBS] = present
-        for name, key in ((kind.means, kind.old_means) for kind in (RecordedSteps, NoisedImages)):
-            if name in output:
-                found[key] = output[name].detach()
+        kind = NoisedImages if mode.objective.clean else RecordedSteps
+        if kind.means in output:
+            found[kind.old_means] = output[kind.means].detach()
     return found
 
 

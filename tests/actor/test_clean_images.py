@@ -168,6 +168,10 @@ def test_best_and_worst_by_hand():
             {"rollout_correction": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto"}},
             "rollout_rs_threshold: got auto with diffusion_loss.loss_mode=awm",
         ),
+        (
+            {"diffusion_loss": {"loss_mode": "awm", "clip_ratio": "auto"}},
+            "clip_ratio: got auto with loss_mode=awm, whose ratio",
+        ),
         ({"use_kl_loss": True}, "kl_loss_type: got gaussian with loss_mode=awm"),
         (
             {

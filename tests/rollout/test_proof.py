@@ -8,6 +8,7 @@ import torch
 from rollout_cases import random_like, request_for
 from torch.testing import assert_close
 
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError, diffusers_engine
@@ -276,3 +277,32 @@ def test_trajectories_that_differ_are_named_in_one_line(tiny_model, make_engine,
     with pytest.raises(RolloutSyncError, match=message) as error:
         check_rollout(request, fault(trajectories), tiny_model, adapter, "float32")
     assert "\n" not in str(error.value)
+
+
+def test_clean_latents_are_those_of_the_images_and_proved(tiny_model, make_engine, make_request):
+    engine = make_engine()
+    request = replace(make_request(), window_starts=None, window_size=0, noise_level=0.0, record_clean=True)
+    trajectories = engine.generate(request)
+    held = HeldAdapter(5, trajectories.echo.adapter_digest)
+    batch = trajectories.batch
+    assert set(batch.keys()) == {Key.CLEAN_LATENTS, Key.PROMPT_INDEX}
+    assert torch.equal(tiny_model.decode(batch[Key.CLEAN_LATENTS], 32, 32), trajectories.images)
+    check_rollout(request, trajectories, tiny_model, held, "float32")
+    assert engine.generate(replace(request, record_clean=False)).batch is None
+
+    def refused(batch):
+        with pytest.raises(RolloutSyncError) as caught:
+            check_rollout(request, replace(trajectories, batch=batch), tiny_model, held, "float32")
+        return str(caught.value)
+
+    assert "clean images: got no clean_latents, prompt_index" in refused(None)
+    assert "clean images: got no clean_latents" in refused(batch.exclude(Key.CLEAN_LATENTS))
+    broken = batch.clone()
+    broken[Key.CLEAN_LATENTS][2, 0, 0] = torch.nan
+    assert "clean_latents: not finite for 1 of 4 images (rows [2])" in refused(broken)
+    assert "dtype of clean_latents: got bfloat16" in refused(
+        batch.exclude(Key.CLEAN_LATENTS).set(Key.CLEAN_LATENTS, batch[Key.CLEAN_LATENTS].bfloat16())
+    )
+    swapped = batch.clone()
+    swapped[Key.PROMPT_INDEX] = swapped[Key.PROMPT_INDEX].flip(0)
+    assert "prompt_index: got [1, 1, 0, 0]" in refused(swapped)
