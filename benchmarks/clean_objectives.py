@@ -1,7 +1,6 @@
 """Objectives on clean images beside FlowGRPO: the demo's model and engine, several seeds, a control, a second OCR.
 
-    python benchmarks/clean_objectives.py --jobs 2 --seeds 1,2,3    # runs what is missing, some minutes a run and core
-    python benchmarks/clean_objectives.py --report    # writes table and figure of docs/clean_images.md; runs nothing
+    python benchmarks/clean_objectives.py --jobs 2 --seeds 1,2,3    # runs what is missing, then prints a table
 
 ``flow_grpo`` is the demo as it is, in bypass mode; the others change the objective alone. ``awm_shuffled`` deals the
 rewards to the wrong images. Each final adapter then draws the held-out numbers in plain diffusers for two OCR engines:
@@ -17,11 +16,9 @@ from typing import Any
 from learning import COMMON, LOSS, NONE, RC, ROLLOUT
 from machine import describe
 from second_ocr import held_out_numbers, second_ocr
-from training_runs import HERE, Overrides, Study, load, read_results, run_missing, write_results, write_table
+from training_runs import HERE, Overrides, Study, load, read_results, run_missing, write_results
 
 RESULTS = HERE / "results" / "clean_objectives.jsonl"
-PAGE = HERE.parent / "docs" / "clean_images.md"
-PLOT = HERE.parent / "docs" / "images" / "clean_images.png"
 STEPS = 150
 STEP_FORWARDS = 6
 """Denoising steps of an image."""
@@ -72,20 +69,12 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(SETTINGS), help="settings (%(default)s)")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (%(default)s)")
-    parser.add_argument("--report", action="store_true", help=f"write table and figure of {PAGE.name}; runs nothing")
     arguments = parser.parse_args()
-    failed = 0
-    if not arguments.report:
-        study = Study(SETTINGS, COMMON | {"trainer.test_freq": 15}, RESULTS, STEPS, after_training)
-        if not load(["base"], RESULTS):
-            write_results(RESULTS, [*read_results(RESULTS), base_result()])
-        failed = run_missing(study, arguments.only, arguments.seeds, arguments.jobs)
-    runs = load(["base", *SETTINGS], RESULTS)
-    if arguments.report:
-        write_table(PAGE, RESULTS, table(runs))
-        draw(runs)
-    else:
-        print(table(runs))
+    study = Study(SETTINGS, COMMON | {"trainer.test_freq": 15}, RESULTS, STEPS, after_training)
+    if not load(["base"], RESULTS):
+        write_results(RESULTS, [*read_results(RESULTS), base_result()])
+    failed = run_missing(study, arguments.only, arguments.seeds, arguments.jobs)
+    print(table(load(["base", *SETTINGS], RESULTS)))
     return 1 if failed else 0
 
 
@@ -115,29 +104,6 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
         work = f"{forwards(setting):g}" if trained else ""
         lines.append(f"| `{setting}` | {curves} | {reached} | {read} | {work} |")
     return "\n".join(lines)
-
-
-def draw(runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Held-out reward against transformer forwards an image, mean and range over the seeds."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for setting, group in runs.items():
-        curves = [run["held_out"] for run in group if "held_out" in run]
-        if not curves:
-            continue
-        work = [int(step) * forwards(setting) for step in curves[0]]
-        values = list(zip(*(curve.values() for curve in curves), strict=True))
-        (line,) = axes.plot(work, [fmean(value) for value in values], label=setting)
-        axes.fill_between(work, list(map(min, values)), list(map(max, values)), alpha=0.2, color=line.get_color())
-    axes.set_xlabel("transformer forwards for each image of a batch, summed over batches")
-    axes.set_ylabel("held-out reward")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(PLOT, dpi=110)
 
 
 if __name__ == "__main__":

@@ -129,8 +129,8 @@ class CleanImagesConfig(Section):
     places: PositiveInt = 2
     """Places ``K`` of an image; each is a noise level and a noise of its own, and a forward and backward pass."""
     distribution: Annotated[str, one_of(("uniform", "logit_normal", "schedule"))] = "uniform"
-    """Distribution of the noise levels, of which each place takes one of ``K`` equally likely parts: ``uniform``;
-    ``logit_normal``, more in the middle; ``schedule``, as the model's own sampling schedule spaces them."""
+    """Distribution of the noise levels: ``uniform``; ``logit_normal``, more in the middle; ``schedule``, as the model's
+    own sampling schedule spaces them. It is cut into ``K`` equally likely parts, one for each place."""
     range: Annotated[
         list[float],
         Check(lambda ends: len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1, "give two rising numbers from 0 to 1"),

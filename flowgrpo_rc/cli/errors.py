@@ -70,9 +70,9 @@ def exit_code(error: BaseException, *, phase: str, unfinished: str | None = None
     if isinstance(error, KeyboardInterrupt):
         print(f"interrupted{f': {unfinished}' if unfinished else _INTERRUPTED[phase]}", file=sys.stderr)
         return INTERRUPTED
-    # Own exceptions are raised with a message for users.
     # A reward that fails on trial is as one that fails in the loop.
     failed = training or (phase == LOADING and _is_of_reward(error))
+    # Own exceptions are raised with a message for users.
     is_own = type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
     # Before training a ValueError is about settings and files; in the loop it is a bug.
     is_foreseen = is_own or isinstance(error, OSError if training else (OSError, ValueError, ImportError))

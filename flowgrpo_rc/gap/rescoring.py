@@ -45,8 +45,8 @@ class Rescoring:
     _warned: bool = field(default=False, init=False)
 
     def __call__(self, batch: TensorDict, conditioning: Conditioning, step: int) -> dict[str, float]:
-        """Metrics over all processes; empty with ``rollout.probe.images=0``, and for clean images, of which the engine
-        records no log-probs.
+        """Metrics over all processes; empty with ``rollout.probe.images=0``, and for clean images: the engine records
+        no log-probs of them.
 
         Raises:
             NonFiniteUpdateError: a rescored log-prob is NaN or infinite on a process; the bands have not seen it.

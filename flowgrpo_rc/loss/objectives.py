@@ -152,7 +152,7 @@ ADV_MODES: dict[str, Callable[[Any], Any]] = {
     "one_only": lambda advantages: (advantages > 0).to(advantages),
     "binary": lambda advantages: advantages.sign(),
 }
-"""What ``diffusion_nft`` makes of an advantage, clamped before, by the name of ``adv_mode``."""
+"""Maps a clamped advantage to the one that ``diffusion_nft`` uses, by the name of ``adv_mode``."""
 AWM_POWERS = {"none": 0, "t": 1, "t2": 2}
 """Power of ``t`` that weighs a matching error, by the name of ``awm_weighting``."""
 CLIP_BAND = ClipBand(key="clip_ratio", name="clip band", edge="clip band", share_metric="actor/pg_clipfrac_first")
