@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.actor.rows import MicroBatch, RecordedSteps, present_as_old, rows_of_batch
+from flowgrpo_rc.actor.rows import MicroBatch, RecordedSteps, correction_numbers, present_as_old, rows_of_batch
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.dtypes import torch_dtype
@@ -49,9 +49,6 @@ BUCKET = 64
 """Gradients that are summed over ranks in one collective, and copied for it: 250 MB in an adapter of rank 64."""
 COMPILE_BACKEND = "inductor"
 """Backend that ``torch.compile`` uses for the transformer's blocks."""
-
-_CORRECTION_KEYS = (Key.ROLLOUT_LOG_PROBS, Key.TIMESTEPS, Key.ROLLOUT_RS_BOUNDS)
-"""Keys of a batch that rollout correction reads besides the old policy."""
 
 
 class NonFiniteUpdateError(RuntimeError):
@@ -592,12 +589,10 @@ class _Update:
 
     def correct(self, mini: MiniBatch, present: OldPolicy) -> OldPolicy:
         """Add weights and rejection to the current policy's log-probs of a mini-batch, and their metrics to ``gap``."""
-        # Only these keys: indexing the whole batch would copy its latents.
-        # Noise levels of clean images are all different, so that no figures by timestep exist.
-        keys = [name for name in _CORRECTION_KEYS if not (self.mode.objective.clean and name == Key.TIMESTEPS)]
-        numbers = self.batch.select(*keys, strict=False)[mini.rows]
         if not self.steps.has_rollout_log_probs:
             return present
+        # Only these scalars: indexing the whole batch would copy its latents.
+        numbers = correction_numbers(self.batch)[mini.rows]
         corrected, moments = correct_old_policy(present, numbers, self.mode.rollout_correction)
         self.gap.add(moments)
         return corrected

@@ -27,7 +27,8 @@ def noise_images(
     """
     clean = batch[Key.CLEAN_LATENTS]
     levels = NoiseLevels(config, model.schedule(LEVELS, *size).sigmas)
-    sigmas, noises = [], []
+    sigmas: list[Tensor] = []
+    noises: list[Tensor] = []
     for seed in seeds:
         # On the host and one stream an image, so that the numbers do not depend on device, processes or micro-batches.
         generator = torch.Generator().manual_seed(seed)

@@ -119,10 +119,23 @@ class NoisedImages(RecordedSteps):
         return {Key.LATENTS: latents, Key.CLEAN_LATENTS: clean, **large, **numbers}
 
 
+def correction_numbers(batch: TensorDict) -> TensorDict:
+    """The scalars of a batch that ``correct_old_policy`` reads besides the old policy."""
+    names = [Key.ROLLOUT_LOG_PROBS, Key.ROLLOUT_RS_BOUNDS]
+    # Noise levels of clean images are all different, so that no figures by timestep exist.
+    if not _is_clean(batch):
+        names.append(Key.TIMESTEPS)
+    return batch.select(*names, strict=False)
+
+
+def _is_clean(batch: TensorDict) -> bool:
+    # A TensorDict iterates over its rows, so ``in`` needs the keys.
+    return Key.CLEAN_LATENTS in batch.keys()  # noqa: SIM118
+
+
 def rows_of_batch(batch: TensorDict, conditioning: Conditioning, device: torch.device) -> RecordedSteps:
     """The rows of a batch of recorded steps or of noised clean images."""
-    # A TensorDict iterates over its rows, so ``in`` needs the keys.
-    kind = NoisedImages if Key.CLEAN_LATENTS in batch.keys() else RecordedSteps  # noqa: SIM118
+    kind = NoisedImages if _is_clean(batch) else RecordedSteps
     return kind(batch, conditioning, device)
 
 

@@ -179,7 +179,8 @@ def _read_matching(
     # Without any log-probs, a ratio needs the old policy's velocities.
     needs_old = objective.needs_old_means
     if objective.has_limit and all(optional(data, name) is None for name in (Key.OLD_LOG_PROBS, Key.ROLLOUT_LOG_PROBS)):
-        needs_old, where = True, f"data (loss_mode={objective.name} without {Key.OLD_LOG_PROBS})"
+        needs_old = True
+        where = f"data (loss_mode={objective.name} without {Key.OLD_LOG_PROBS})"
     return Matching(
         current,
         # A difference in half precision would be rounded once more.
@@ -221,10 +222,12 @@ def _with_log_probs(
         old = log_prob(matching.old_velocity)
     if old is None and not OBJECTIVES[options.loss_mode].has_limit:
         old = current
-    given = {name: data[name] for name in data.keys()}  # noqa: SIM118  (a TensorDict iterates over its rows)
+    # ``keys``, because a TensorDict iterates over its rows.
+    given = {name: data[name] for name in data.keys()}  # noqa: SIM118
     if old is not None:
         given[Key.OLD_LOG_PROBS] = old
-    return {name: model_output[name] for name in model_output.keys()} | {"log_probs": current}, given  # noqa: SIM118
+    output = {name: model_output[name] for name in model_output.keys()}  # noqa: SIM118
+    return output | {"log_probs": current}, given
 
 
 def _velocity_kl(model_output: TensorMapping, policy: PolicyInputs) -> Tensor:

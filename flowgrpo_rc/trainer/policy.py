@@ -24,11 +24,12 @@ from flowgrpo_rc.models.prompts import check_length
 from flowgrpo_rc.prompt import Prompt, as_prompt
 from flowgrpo_rc.rollout import RolloutConfig, RolloutRequest, build_engine
 from flowgrpo_rc.rollout.proof import check_rollout
-from flowgrpo_rc.rollout.seeds import IMAGE, NOISING, WINDOW, generator_for, seed_for
+from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
 from flowgrpo_rc.sde import draw_window_start
 from flowgrpo_rc.section import convert
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.encoding import PromptSet, check_numbers, condition
+from flowgrpo_rc.trainer.rollout_queue import noising_seeds
 from flowgrpo_rc.trainer.scoring import best_and_worst
 from flowgrpo_rc.trainer.setup import build_actor
 
@@ -168,9 +169,7 @@ class ImagePolicy:
         answer = self.engine.generate(request)
         check_rollout(request, answer, self.model, self._adapter.held, self._rollout.dtype)
         if clean and answer.batch is not None:
-            # Both images of a pair need the same noise.
-            numbers = group.tolist() if self._mode.objective.paired else range(len(group))
-            seeds = [seed_for(seed, NOISING, 0, i) for i in numbers]
+            seeds = noising_seeds(seed, 0, torch.arange(len(group)), group, self._mode)
             noise_images(answer.batch, seeds, self.actor.config.clean, self.model, (pipeline.height, pipeline.width))
         texts = [given[i].text for i in group.tolist()]
         return Drawn(answer.images.numpy(), texts, group, request.conditioning, answer.batch)

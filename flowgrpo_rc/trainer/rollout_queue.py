@@ -3,6 +3,7 @@ from them."""
 
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -13,7 +14,7 @@ from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.rollout import RolloutPool, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.pool import PendingRollout
 from flowgrpo_rc.rollout.proof import HeldAdapter
-from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
+from flowgrpo_rc.rollout.seeds import IMAGE, NOISING, WINDOW, generator_for, seed_for
 from flowgrpo_rc.sde import draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.scoring import RolloutScoring
 from flowgrpo_rc.trainer.setup import Run
@@ -33,6 +34,15 @@ class BatchRequest:
 def image_numbers(group: Int[Tensor, " B"], n: int) -> Int[Tensor, " B"]:
     """Numbers of the images in the batch of all processes; ``group`` has the positions of their prompts."""
     return group * n + torch.arange(n).repeat(len(group) // n)
+
+
+def noising_seeds(
+    seed: int, step: int, numbers: Int[Tensor, " B"], group: Int[Tensor, " B"], mode: ModeInForce
+) -> list[int]:
+    """Seeds of the noise that clean images get anew: one for each image, or for each group where two of its images are
+    compared, which needs the same noise."""
+    addresses = group if mode.objective.paired else numbers
+    return [seed_for(seed, NOISING, step, address) for address in addresses.tolist()]
 
 
 class RolloutQueue:
@@ -102,24 +112,23 @@ class RolloutQueue:
         group = positions.repeat_interleave(rollout.n)
         # Seeds depend on step and image alone, so that any number of processes and any resume draws the same noise.
         seeds = [seed_for(run.config.rollout_seed, IMAGE, step, i) for i in image_numbers(group, rollout.n).tolist()]
+        recorded: dict[str, Any] = {"window_starts": None, "record_clean": True}
+        if not self._learns_from_clean:
+            starts = torch.tensor(self.window_starts(positions.tolist(), step))
+            recorded = {
+                "window_starts": starts.repeat_interleave(rollout.n),
+                "window_size": rollout.window.size,
+                "noise_level": rollout.algo.noise_level,
+                "sde_type": rollout.algo.sde_type,
+                "record_means": self._record_means,
+            }
         request = RolloutRequest(
             conditioning=run.conditioning(prompts, rollout.pipeline),
             prompt_index=torch.arange(len(prompts)).repeat_interleave(rollout.n),
             num_inference_steps=rollout.pipeline.num_inference_steps,
             seeds=seeds,
-            window_starts=None,
-            record_clean=True,
+            **recorded,
         )
-        if not self._learns_from_clean:
-            request = replace(
-                request,
-                window_starts=torch.tensor(self.window_starts(positions.tolist(), step)).repeat_interleave(rollout.n),
-                window_size=rollout.window.size,
-                noise_level=rollout.algo.noise_level,
-                sde_type=rollout.algo.sde_type,
-                record_means=self._record_means,
-                record_clean=False,
-            )
         records = [record for record in prompts for _ in range(rollout.n)]
         ahead = rollout.ahead > 0 and isinstance(self._engine, RolloutPool)
         overlaps = run.config.reward.overlap

@@ -20,6 +20,7 @@ from torch import Tensor
 from flowgrpo_rc.actor import NonFiniteUpdateError
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.actor.noising import noise_images
+from flowgrpo_rc.actor.rows import correction_numbers
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
@@ -31,7 +32,6 @@ from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.base import MeasuresMemory
 from flowgrpo_rc.rollout.proof import check_rollout
-from flowgrpo_rc.rollout.seeds import NOISING, seed_for
 from flowgrpo_rc.run_folder import RunFolder, RunFolderError
 from flowgrpo_rc.trainer import launch
 from flowgrpo_rc.trainer.checkpoint import (
@@ -47,7 +47,7 @@ from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger, announcement
 from flowgrpo_rc.trainer.outputs import RunOutputs
-from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue, image_numbers
+from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue, image_numbers, noising_seeds
 from flowgrpo_rc.trainer.scoring import batch_advantages, best_and_worst, image_metrics, reward_statistics
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer, Timeline, peak_memory, speed
@@ -167,17 +167,12 @@ class FlowGRPOTrainer:
         assert trajectories.batch is not None
         trajectories.batch[Key.GROUP] = request.group
         if self.mode.objective.clean:
-            self._noise(trajectories.batch, request)
+            numbers = image_numbers(request.group, self.config.actor_rollout_ref.rollout.n)
+            seeds = noising_seeds(self.config.rollout_seed, request.step, numbers, request.group, self.mode)
+            cond = request.request.conditioning
+            clean = self.config.actor_rollout_ref.actor.clean
+            noise_images(trajectories.batch, seeds, clean, self.run.model, (cond.height, cond.width))
         return trajectories.batch, trajectories.images.numpy()
-
-    def _noise(self, batch: TensorDict, request: BatchRequest) -> None:
-        """Noise the clean images. Both images of a pair need the same noise, so that there a group has one."""
-        numbers = batch[Key.GROUP]
-        if not self.mode.objective.paired:
-            numbers = image_numbers(batch[Key.GROUP], self.config.actor_rollout_ref.rollout.n)
-        seeds = [seed_for(self.config.rollout_seed, NOISING, request.step, i) for i in numbers.tolist()]
-        cond = request.request.conditioning
-        noise_images(batch, seeds, self.config.actor_rollout_ref.actor.clean, self.run.model, (cond.height, cond.width))
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample, and check that the engine used the requested adapter, schedule, guidance and noise."""
@@ -208,9 +203,8 @@ class FlowGRPOTrainer:
         # Clean images that the present policy drew, or whose correction is off, have nothing to be compared with.
         compares = Key.ROLLOUT_LOG_PROBS in batch.keys()  # noqa: SIM118  (a TensorDict iterates over its rows)
         if old is not None and not self.mode.bypasses and compares:
-            # Noise levels of clean images are all different, so that no figures by timestep exist.
-            scored = batch.exclude(Key.TIMESTEPS) if self.mode.objective.clean else batch
-            old, moments = correct_old_policy(old, scored[len(batch) - len(old) :], self.mode.rollout_correction)
+            numbers = correction_numbers(batch)[len(batch) - len(old) :]
+            old, moments = correct_old_policy(old, numbers, self.mode.rollout_correction)
             gap.add(moments)
         return old, gap
 

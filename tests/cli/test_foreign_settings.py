@@ -85,6 +85,28 @@ def test_every_move_leads_to_a_key_that_exists():
         assert "*" in row.to or row.to in schema(), row.key
 
 
+def test_scripts_of_clean_image_objectives_compose():
+    """verl-omni's names of DiffusionNFT and of online DPO, with the old policy that is here."""
+    clean = ("algorithm.rollout_correction=null", "algorithm.trainer_type=direct_preference", f"{R}.n=4")
+    nft = compose(
+        "flowgrpo_trainer",
+        [
+            *clean, f"{M}.algorithm=diffusion_nft", f"{M}.model_type=diffusion_nft_model",
+            f"{A}.diffusion_loss.mix_beta=0.1", f"{A}.diffusion_loss.ref_kl_coef=1e-4", "algorithm.adv_mode=binary",
+            "algorithm.old_policy_decay_schedule=copy", "algorithm.old_policy_update_interval=1",
+        ],
+    ).actor_rollout_ref.actor  # fmt: skip
+    loss = nft.diffusion_loss
+    assert (loss.loss_mode, loss.mix_beta, loss.ref_kl_coef, loss.adv_mode) == ("diffusion_nft", 0.1, 1e-4, "binary")
+    assert nft.needs_reference
+    dpo = [*clean, f"{A}.diffusion_loss.loss_mode=dpo", "algorithm.paired_preference=true"]
+    loss = compose("flowgrpo_trainer", [*dpo, f"{A}.diffusion_loss.dpo_beta=100"]).actor_rollout_ref.actor
+    assert (loss.diffusion_loss.loss_mode, loss.diffusion_loss.dpo_beta) == ("dpo", 100.0)
+    assert "images are paired with" in refused("algorithm.paired_preference=true")
+    delayed = "algorithm.old_policy_decay_schedule=delayed_linear_to_0_999"
+    assert "the actor as it was before the batch" in refused(*clean, f"{M}.algorithm=diffusion_nft", delayed)
+
+
 def test_the_table_takes_no_key_of_our_own():
     """A pattern without wildcards that is a key here would never be asked; it is a key that has been added since."""
     respelled = {key for key, row in rows().items() if row.action == "respell"}

@@ -160,27 +160,15 @@ def test_a_run_on_clean_images(small_config, name):
 
 @pytest.mark.portable
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["awm", "dpo"])
-def test_two_processes_learn_the_same_from_clean_images(small_config, tmp_path, name):
-    settings = (*CLEAN, f"actor_rollout_ref.actor.diffusion_loss.loss_mode={name}", "trainer.resume_mode=disable")
-    trainer = FlowGRPOTrainer(small_config(*settings, folder="one"))
-    start = {file_name(n): v.clone() for n, v in adapter_state(trainer.run.actor.transformer).items()}
-    one = trainer.fit().root
-    command = (*TORCHRUN, "-m", "flowgrpo_rc.cli.main", "demo")
-    done = run_process(*command, *overrides_of(tmp_path / "two", *settings))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert_close_rows(rows_of(tmp_path / "two"), rows_of(one))
-    learned = adapter_of(one)
-    assert distance(adapter_of(tmp_path / "two"), learned) < adam() * distance(start, learned)
-
-
-@pytest.mark.portable
-@pytest.mark.process
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_two_processes_give_the_update_of_one(small_config, tmp_path, decoupled):
+@pytest.mark.parametrize("kind", ["bypass", "decoupled", "awm", "dpo"])
+def test_two_processes_give_the_update_of_one(small_config, tmp_path, kind):
     """The same images, the same optimizer steps, dealt out over two gloo processes."""
     settings = ("trainer.resume_mode=disable", "actor_rollout_ref.rollout.dtype=float32")
-    if decoupled:  # the second batch is drawn with a late adapter, so that rejection has something to reject
+    if kind in ("awm", "dpo"):
+        settings += ("algorithm.rollout_correction=null", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={kind}")
+    elif (
+        kind == "decoupled"
+    ):  # the second batch is drawn with a late adapter, so that rejection has something to reject
         band = "algorithm.rollout_correction.rollout_rs_threshold='0.999_1.0005'"
         lag = "actor_rollout_ref.rollout.adapter_lag=1"
         settings += ("algorithm.rollout_correction.bypass_mode=false", *REJECTING, band, f"{BASELINE}=true", lag)
@@ -192,7 +180,7 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path, decoupled)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "on 2 process(es)" in " ".join(done.stdout.split())
     single, double = rows_of(one), rows_of(tmp_path / "two")
-    assert (0.1 < single[-1]["actor/kept_fraction"] < 0.9) is decoupled
+    assert (0.1 < single[-1]["actor/kept_fraction"] < 0.9) is (kind == "decoupled")
     assert_close_rows(double, single)
     learned = adapter_of(one)
     update, apart = distance(start, learned), distance(adapter_of(tmp_path / "two"), learned)
