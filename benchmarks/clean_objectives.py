@@ -35,10 +35,15 @@ SHUFFLED: Overrides = {
     "reward.functions.ocr": 0,
     "reward.custom_reward_function.path": "benchmarks/shuffled_ocr.py",
 }
+FEWER_STEPS: Overrides = {
+    f"{ROLLOUT}.pipeline.num_inference_steps": 4,
+    f"{ROLLOUT}.val_kwargs.pipeline.num_inference_steps": 6,
+}
 SETTINGS: dict[str, Overrides] = {
     "awm": objective("awm"),
     "flow_grpo": {f"{RC}.bypass_mode": True},
     "diffusion_nft": objective("diffusion_nft", mix_beta=0.1),
+    "awm_4_steps": {**objective("awm"), **FEWER_STEPS},
     "awm_fp8": {**objective("awm"), f"{ROLLOUT}.quantization": "fp8"},
     "dpo": objective("dpo", dpo_beta=100.0),
     "awm_shuffled": objective("awm") | SHUFFLED,
@@ -70,7 +75,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (%(default)s)")
     arguments = parser.parse_args()
-    study = Study(SETTINGS, COMMON | {"trainer.test_freq": 15}, RESULTS, STEPS, after_training)
+    study = Study(SETTINGS, COMMON | {"trainer.test_freq": 10}, RESULTS, STEPS, after_training)
     if not load(["base"], RESULTS):
         write_results(RESULTS, [*read_results(RESULTS), base_result()])
     failed = run_missing(study, arguments.only, arguments.seeds, arguments.jobs)

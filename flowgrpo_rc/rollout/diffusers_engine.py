@@ -29,6 +29,7 @@ from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, che
 from flowgrpo_rc.rollout.config import QUANTIZATIONS, RolloutConfig
 from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
 from flowgrpo_rc.rollout.sampling import RequestSampler
+from flowgrpo_rc.rollout.wide_linear import linear_layers
 
 FP8_MAX = 448.0
 """Largest finite value of ``float8_e4m3fn``: sign, 4 exponent and 3 mantissa bits, no infinity."""
@@ -153,8 +154,10 @@ class DiffusersEngine:
         micro_batches = torch.arange(len(request.prompt_index)).split(self._micro_batch_size)
         sampled: list[tuple[Tensor, dict[str, Tensor]]] = []
         gathered = gathered_once(self.transformer) if self._gathers else nullcontext()
+        # A shared transformer computes as the actor does, whose backward pass needs torch's own layers.
+        linear = nullcontext() if self._shares else linear_layers(self._dtype, self._device)
         # An actor's blocks may be compiled. Compiling them again for the engine's shapes would cost minutes.
-        with adapter_active(self.transformer, self.adapter), torch.compiler.set_stance("force_eager"), gathered:
+        with adapter_active(self.transformer, self.adapter), torch.compiler.set_stance("force_eager"), gathered, linear:
             for rows in micro_batches:
                 images, steps = sampler.sample(rows)
                 sampled.append((images, steps))
