@@ -128,14 +128,20 @@ class CleanImagesConfig(Section):
 
     places: PositiveInt = 2
     """Places ``K`` of an image; each is a noise level and a noise of its own, and a forward and backward pass."""
-    distribution: Annotated[str, one_of(("uniform", "logit_normal", "schedule"))] = "uniform"
+    distribution: Annotated[str, one_of(("uniform", "logit_normal", "schedule", "steps"))] = "uniform"
     """Distribution of the noise levels: ``uniform``; ``logit_normal``, more in the middle; ``schedule``, as the model's
-    own sampling schedule spaces them. It is cut into ``K`` equally likely parts, one for each place."""
+    own sampling schedule spaces them. It is cut into ``K`` equally likely parts, one for each place. ``steps`` takes
+    the levels of ``K`` steps of the rollout, each at most once."""
     range: Annotated[
         list[float],
         Check(lambda ends: len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1, "give two rising numbers from 0 to 1"),
     ] = field(default_factory=lambda: [0.0, 1.0])
     """Lowest and highest noise level; 0 is a clean image, 1 pure noise."""
+
+    def problems(self) -> Iterator[str]:
+        """A range that has no effect."""
+        if self.distribution == "steps" and self.range != [0.0, 1.0]:
+            yield f"range: got {self.range} with distribution=steps, which takes all of the rollout's; leave it out"
 
 
 @documented_fields

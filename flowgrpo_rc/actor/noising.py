@@ -18,15 +18,20 @@ LEVELS = 1000
 
 
 def noise_images(
-    batch: TensorDict, seeds: Sequence[int], config: CleanImagesConfig, model: DiffusionModel, size: tuple[int, int]
+    batch: TensorDict,
+    seeds: Sequence[int],
+    config: CleanImagesConfig,
+    model: DiffusionModel,
+    size: tuple[int, int],
+    num_steps: int,
 ) -> None:
     """Add ``noise`` ``(B, K, *L)``, ``sigmas`` and ``timesteps`` ``(B, K)`` to a batch with ``clean_latents``.
 
     ``seeds`` has one number per image; images with the same one get the same levels and noises. ``size`` is the images'
-    height and width, on which the model's schedule depends.
+    height and width, on which the model's schedule depends, ``num_steps`` the rollout's number of steps.
     """
     clean = batch[Key.CLEAN_LATENTS]
-    levels = NoiseLevels(config, model.schedule(LEVELS, *size).sigmas)
+    levels = NoiseLevels(config, model.schedule(num_steps if config.distribution == "steps" else LEVELS, *size).sigmas)
     sigmas: list[Tensor] = []
     noises: list[Tensor] = []
     for seed in seeds:
@@ -44,18 +49,22 @@ class NoiseLevels:
 
     Args:
         config: places, distribution and range.
-        schedule: falling noise levels of the model's schedule, with 0 at the end.
+        schedule: falling noise levels of the model's schedule, with 0 at the end; for ``steps`` the rollout's own.
     """
 
     def __init__(self, config: CleanImagesConfig, schedule: Float[Tensor, " N"]) -> None:
         self._config = config
         self._schedule = schedule.double().flip(0).numpy()
         low, high = config.range
-        self._low, self._high = self._share_below(low), self._share_below(high)
+        if config.distribution != "steps":
+            self._low, self._high = self._share_below(low), self._share_below(high)
 
     def draw(self, generator: torch.Generator) -> Float[Tensor, " K"]:
-        """One level from each part, in (0, 1]."""
+        """One level from each part, or of each of ``K`` steps, in (0, 1]."""
         places = self._config.places
+        if self._config.distribution == "steps":
+            chosen = torch.randperm(len(self._schedule) - 1, generator=generator)[:places]
+            return torch.from_numpy(self._schedule)[1 + chosen].float()
         uniform = 1 - torch.rand(places, generator=generator, dtype=torch.float64)  # in (0, 1]
         shares = self._low + (self._high - self._low) * (torch.arange(places) + uniform) / places
         low, high = self._config.range

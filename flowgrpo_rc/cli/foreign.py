@@ -34,6 +34,8 @@ _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ALGORITHM = f"{_MODEL}.algorithm"
+_TIMESTEP_FRACTION = "algorithm.timestep_fraction"
+_STEPS = f"{_ROLLOUT}.pipeline.num_inference_steps"
 _FUNCTIONS = "reward.functions"
 _OWN_FUNCTIONS = "reward.reward_functions"
 _OWN_FUNCTION = "reward.custom_reward_function"
@@ -158,6 +160,8 @@ def _changes_nothing(condition: str | None, value: Any, tree: Mapping[str, Any])
         case "names_the_objective":
             names = ("direct_preference", "diffusion_nft_model", "diffusion_dpo_model")
             return value in names and _objective(tree) in ("diffusion_nft", "dpo")
+        case "draws_with_old":
+            return value in (None, "default", ["default"]) or (value in ("old", ["default", "old"]) and _is_clean(tree))
         case "known_family":
             return value in (None, *FAMILIES)
         case "own_reward_manager":
@@ -184,6 +188,12 @@ def _changes_nothing(condition: str | None, value: Any, tree: Mapping[str, Any])
 def _objective(tree: Mapping[str, Any]) -> Any:
     """The objective that the settings name, by its loss or by verl-omni's algorithm."""
     return tree.get(f"{_ACTOR}.diffusion_loss.loss_mode", tree.get(_ALGORITHM, DEFAULT))
+
+
+def _is_clean(tree: Mapping[str, Any]) -> bool:
+    """The settings name an objective on clean images."""
+    objective = _objective(tree)
+    return isinstance(objective, str) and objective in OBJECTIVES and OBJECTIVES[objective].clean
 
 
 @cache
@@ -312,6 +322,8 @@ class Translation:
             self._launcher(key, value)
         elif row is None:
             self.refusals.unknown(key)
+        elif key == _TIMESTEP_FRACTION and value is not None and _is_clean(given):
+            self._timestep_fraction(value, given)
         elif row.action == "move":
             self._move(key, value, row)
         elif row.action == "delete":
@@ -365,6 +377,18 @@ class Translation:
         if value == actual:
             return self._ignore(f"{key}={value}", f"{what}, so it agrees")
         return self.refusals.add("cannot", f"{key}={value}", f"{what}; start with {flag}, or set {key}={actual}")
+
+    def _timestep_fraction(self, value: Any, given: Mapping[str, Any]) -> None:
+        """verl-omni noises a clean image at this share of the rollout's steps; here the places are a number."""
+        steps = given.get(_STEPS, schema()[_STEPS])
+        share = value if isinstance(value, int | float) else 0
+        if not 0 < share <= 1 or not isinstance(steps, int):
+            return self.refusals.wrong(f"{_TIMESTEP_FRACTION}: got {show(value)}; give a number above 0, at most 1")
+        places = {f"{_ACTOR}.clean.places": max(1, int(steps * share)), f"{_ACTOR}.clean.distribution": "steps"}
+        for key, number in places.items():
+            self.leaves.setdefault(key, number)
+        here = " ".join(override(key, self.leaves[key]) for key in places)
+        return self.moved.append(f"{_TIMESTEP_FRACTION}={_grammar(value)} -> {here}")
 
     def _algorithm(self) -> None:
         """verl-omni names an algorithm; here an objective and the placing of windows make it up."""

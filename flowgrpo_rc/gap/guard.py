@@ -78,7 +78,8 @@ class Guard:
 
     def _readings(self, metrics: dict[str, float]) -> dict[str, float]:
         found: dict[str, float] = {}
-        if self.mode.has_limit:
+        # On clean images no engine's log-prob enters a ratio; an averaged old policy may be far away on purpose.
+        if self.mode.has_limit and not self.mode.objective.clean:
             limit = self.mode.objective.limit
             found[CLIP] = limit.share_beyond(metrics[limit.share_metric])
         found[REJECTED] = 1 - metrics["actor/kept_fraction"]

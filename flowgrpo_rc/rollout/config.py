@@ -298,11 +298,9 @@ class RolloutConfig(Section):
     """With ``placement=ray``, how many engines each trainer process has."""
     seed: NonNegativeInt | None = None
     """Seed of the rollouts' noise and window places. Null takes ``trainer.seed``."""
-    # Scripts of verl-omni set this key, so that it exists; nothing here works without the log-probs.
-    calculate_log_probs: Annotated[
-        bool, Check(bool, "the rollout/training gap is measured from these log-probs, so leave it true")
-    ] = True
-    """Record the engine's log-probs. Rollout correction and bypass mode need them."""
+    # Scripts of verl-omni set this key, so that it exists.
+    calculate_log_probs: bool = True
+    """Record the engine's log-probs. SDE steps need them; there are none of clean images, whatever is given here."""
     algo: RolloutAlgoConfig = field(default_factory=RolloutAlgoConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     val_kwargs: ValConfig = field(default_factory=ValConfig)

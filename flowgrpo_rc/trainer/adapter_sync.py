@@ -1,7 +1,7 @@
 """Give the rollout engine the actor's adapter: after every step, late on purpose, or averaged for validation."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from flowgrpo_rc.transfers import to_host
 
 @dataclass(frozen=True, eq=False)
 class KnownAdapter:
-    """The actor's adapter as it was before a batch."""
+    """The actor's adapter as it was before a batch, or the old policy's of that time where it is an average."""
 
     version: int  # number of batches learned from by then
     state: dict[str, Tensor] | None  # on the host; ``None`` for the adapter that the actor has now
@@ -28,12 +28,25 @@ class AdapterSync:
     Batch ``k`` is drawn with the actor's adapter before batch ``k - lag``, or with the oldest known one: at the start
     of a run, and after a resume from a checkpoint with fewer adapters. The ``lag + 1`` newest are kept on the host.
     ``ahead`` is the number of batches that the engine draws early.
+
+    With ``old_decay`` the old policy, which draws the images, is an average of the actor's adapters (arXiv 2509.16117).
+    It is pushed in the place of the actor's own. ``old_decay(k)`` of its weights remains after batch ``k``.
     """
 
-    def __init__(self, engine: RolloutEngine, actor: DiffusionActor, lag: int, ahead: int = 0) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        actor: DiffusionActor,
+        lag: int,
+        ahead: int = 0,
+        old_decay: Callable[[int], float] | None = None,
+    ) -> None:
         self._engine = engine
         self._actor = actor
         self._lag = lag
+        self._old_decay = old_decay
+        # The average; None before the first ``push`` and where the old policy is the actor's own.
+        self._old: KnownAdapter | None = None
         # An engine in the trainer's process draws a batch when the trainer comes to it.
         self._ahead = ahead if isinstance(engine, RolloutPool) else 0
         # Oldest first.
@@ -52,16 +65,28 @@ class AdapterSync:
         """Adapters besides the actor's own that later batches may be drawn with, by version."""
         return {one.version: one.state for one in list(self._known)[:-1] if one.state is not None}
 
-    def restore(self, older: Mapping[int, dict[str, Tensor]]) -> None:
-        """Take over ``older`` of the run that this one continues, before the first ``push``."""
+    @property
+    def old(self) -> dict[str, Tensor] | None:
+        """The averaged old policy, float32 on the host; ``None`` where it is the actor before the batch."""
+        return None if self._old is None else self._old.state
+
+    def restore(
+        self, version: int, older: Mapping[int, dict[str, Tensor]], old: dict[str, Tensor] | None = None
+    ) -> None:
+        """Take over ``older`` and ``old`` of the run that this one continues at ``version``, before the first
+        ``push``."""
         # In order, because the oldest leaves first.
         self._known.extend(KnownAdapter(version, older[version]) for version in sorted(older))
+        if self._old_decay is not None and old is not None:
+            self._old = KnownAdapter(version, old)
 
     def push(self, version: int) -> None:
         """Record the actor's adapter under this version, and give the engine the one for the batch it draws next.
         Raises ``RolloutSyncError`` if the engine does not hold what it was given; a pool raises it at its next call."""
         state = None
-        if self._lag:
+        if self._old_decay is not None:
+            state = self._follow(version, self._old_decay)
+        elif self._lag:
             # On the host: many adapters would fill the device, and only the oldest is needed there.
             state = to_host(adapter_state(self._actor.transformer))
         self._known.append(KnownAdapter(version, state))
@@ -75,15 +100,20 @@ class AdapterSync:
             self._give_known(adapter)
 
     def metrics(self) -> dict[str, float]:
-        """With a lag ``rollout/adapter_lag``: steps between the adapter that drew this batch and the actor's."""
-        return {"rollout/adapter_lag": float(self.behind)} if self._lag else {}
+        """With a lag ``rollout/adapter_lag``, steps between the adapter that drew this batch and the actor's; with an
+        averaged old policy ``actor/old_policy_decay``, the share of it that was kept before this batch."""
+        metrics = {"rollout/adapter_lag": float(self.behind)} if self._lag else {}
+        if self._old_decay is not None and self._old is not None:
+            metrics["actor/old_policy_decay"] = self._old_decay(self._old.version)
+        return metrics
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
         """Inside, the engine holds the averaged adapter, or without an average the newest one. Before the first
         ``push`` the engine holds none, and refuses to draw."""
         averaged = self._actor.averaged_state()
-        if not self._known or (averaged is None and self._given is self._known[-1]):
+        given_own = self._old_decay is None and self._known and self._given is self._known[-1]
+        if not self._known or (averaged is None and given_own):
             yield
             return
         # Rollouts in flight were requested with it, and the next ones need it again.
@@ -99,16 +129,40 @@ class AdapterSync:
     @contextmanager
     def actor_at_rollout_version(self) -> Iterator[None]:
         """Inside, the actor has the adapter that drew the current batch; afterwards its own again, bit for bit."""
-        drew = self._of_batch(self._known[-1].version).state if self.behind else None
-        if drew is None:
+        with self._actor_with(self._of_batch(self._known[-1].version).state if self.behind else None):
+            yield
+
+    @contextmanager
+    def actor_at_old_policy(self) -> Iterator[None]:
+        """Inside, the actor has the averaged old policy; afterwards its own again, bit for bit."""
+        with self._actor_with(self.old):
+            yield
+
+    @contextmanager
+    def _actor_with(self, state: dict[str, Tensor] | None) -> Iterator[None]:
+        if state is None:
             yield
             return
         own = adapter_state(self._actor.transformer)  # a copy, so loading the other one does not change it
-        load_adapter_state(self._actor.transformer, drew)
+        load_adapter_state(self._actor.transformer, state)
         try:
             yield
         finally:
             load_adapter_state(self._actor.transformer, own)
+
+    def _follow(self, version: int, old_decay: Callable[[int], float]) -> dict[str, Tensor]:
+        """The old policy's weights after it has followed the actor's; the first ones are the actor's."""
+        own = {name: value.float() for name, value in to_host(adapter_state(self._actor.transformer)).items()}
+        # A resumed run pushes the version that it has restored.
+        if self.old is None or self._old is None:
+            state = own
+        elif self._old.version == version:
+            state = self.old
+        else:
+            # float32: what is added in a step is far below a bfloat16 weight's last digit.
+            state = {name: value.lerp(self.old[name], old_decay(version)) for name, value in own.items()}
+        self._old = KnownAdapter(version, state)
+        return state
 
     def _of_batch(self, step: int) -> KnownAdapter:
         """The newest adapter at least ``lag`` steps older than the actor's at batch ``step``, or the oldest known."""

@@ -66,12 +66,13 @@ def save_run(run: "Run", store: "CheckpointStore", step: int, states: Sequence[d
     }
     # Its file may be gone by the time of a resume, or another.
     start = {} if run.actor.start is None else {"start": run.actor.start}
+    old = {} if run.adapter.old is None else {"old_policy": run.adapter.old}
     # One file for all tensors: a checkpoint cannot mix two saves.
     tensors = {name: part.state_dict() for name, part in parts.items() if part is not None}
     store.save(
         step,
         {"step": step, "sampler": run.sampler.state_dict(batches=step), "fingerprint": run.fingerprint},
-        {**tensors, **start, "random": list(states), "older_adapters": run.adapter.older},
+        {**tensors, **start, **old, "random": list(states), "older_adapters": run.adapter.older},
         lambda folder: save_lora(run.model, run.actor.transformer, folder),
     )
 
@@ -187,7 +188,7 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
     except Exception as error:
         why = f"{type(error).__name__}: {one_line(error, 300)}"
         raise DamagedCheckpointError(f"{source} is damaged or of another version of flowgrpo_rc ({why})") from error
-    run.adapter.restore(tensors.get("older_adapters", {}))
+    run.adapter.restore(state["step"], tensors.get("older_adapters", {}), tensors.get("old_policy"))
 
 
 def _where_to_go_on(run: "Run", damaged: Path, error: Exception) -> str:

@@ -33,6 +33,13 @@ LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard",
 others are trackers of accelerate."""
 SHARED_CORRECTION = "${algorithm.rollout_correction}"
 
+OLD_POLICY_SCHEDULES = {
+    "copy": (0, 0.0, 0.0),
+    "linear_to_0_5": (0, 0.001, 0.5),
+    "delayed_linear_to_0_999": (75, 0.0075, 0.999),
+}
+"""By name, as in verl-omni and DiffusionNFT: the last batch with decay 0, the rise with each batch, and the largest."""
+
 Frequency = Annotated[int, Check(lambda steps: steps >= -1, "give -1 (at the end only) or more")]
 
 
@@ -49,12 +56,36 @@ class AlgorithmConfig(Section):
     """Divide by the rewards' standard deviation; false is Dr.GRPO."""
     global_std: bool = True
     """Take that standard deviation over the whole batch instead of the prompt's group."""
+    old_policy_decay_schedule: Annotated[str, one_of(OLD_POLICY_SCHEDULES)] = "copy"
+    """Objectives on clean images: the old policy, which draws the images, follows the actor after every batch by
+    ``old <- d old + (1 - d) actor``. ``copy`` has ``d`` 0; ``linear_to_0_5`` .001 times the number of the batch, up to
+    .5; ``delayed_linear_to_0_999`` .0075 for each batch after the 75th, up to .999."""
+    old_policy_decay: Annotated[float, Check(lambda decay: 0 <= decay <= 1, "give a number from 0 to 1")] | None = None
+    """A constant ``d`` in place of the schedule's."""
+    old_policy_update_interval: PositiveInt = 1
+    """The old policy follows after every so many batches and stays as it is in between."""
     rejection_aware_baseline: bool = False
     """Decoupled mode: an image whose steps were all rejected does not enter its group's mean and standard deviation
     either. Needs the weights and the rejection before the advantages, so every image gets the scoring pass."""
     rollout_correction: Annotated[Any, Read(read_correction)] = field(default_factory=dict)
     """Given as keys of ``RolloutCorrectionConfig``, or as a ``preset`` and what differs from it; null switches it off.
     The object holds it as a ``RolloutCorrectionConfig``; within ``FlowGRPOConfig`` it is the actor's too."""
+
+    @property
+    def averages_old_policy(self) -> bool:
+        """The old policy is not simply the actor as it was before the batch."""
+        if self.old_policy_update_interval > 1:
+            return True
+        return self.old_policy_decay_schedule != "copy" if self.old_policy_decay is None else self.old_policy_decay > 0
+
+    def old_decay(self, batches: int) -> float:
+        """Share of the old policy's weights that remains when it follows the actor after ``batches`` batches."""
+        if batches % self.old_policy_update_interval:
+            return 1.0
+        if self.old_policy_decay is not None:
+            return self.old_policy_decay
+        last, rise, largest = OLD_POLICY_SCHEDULES[self.old_policy_decay_schedule]
+        return min(max(batches - last, 0) * rise, largest)
 
 
 @documented_fields
@@ -205,6 +236,24 @@ class FlowGRPOConfig(Section):
                     f"{name}: got auto, which follows what the probe measures; set "
                     "actor_rollout_ref.rollout.probe.images to 1 or more"
                 )
+        if not rollout.calculate_log_probs and not objective.clean:
+            yield (
+                "actor_rollout_ref.rollout.calculate_log_probs: got False; the rollout/training gap is measured from "
+                "these log-probs, so leave it true"
+            )
+        clean, steps = self.actor_rollout_ref.actor.clean, rollout.pipeline.num_inference_steps
+        if objective.clean and clean.distribution == "steps" and clean.places > steps:
+            yield (
+                f"actor_rollout_ref.actor.clean.places: got {clean.places} with distribution=steps, but a rollout has "
+                f"{steps} steps; give at most {steps}"
+            )
+        for name, plain in (("decay_schedule", "copy"), ("decay", None), ("update_interval", 1)):
+            value = getattr(self.algorithm, f"old_policy_{name}")
+            if value != plain and not (objective.clean and objective.needs_old):
+                yield (
+                    f"algorithm.old_policy_{name}: got {value} with loss_mode={loss.loss_mode}, whose old policy is no "
+                    f"average; leave it out, or set {here}.loss_mode to awm or diffusion_nft"
+                )
         if objective.clean and self.algorithm.rejection_aware_baseline:
             yield (
                 f"algorithm.rejection_aware_baseline: got true with loss_mode={loss.loss_mode}, whose images are "
@@ -281,6 +330,8 @@ class FlowGRPOConfig(Section):
         """The update's own first forward supplies the first mini-batch's old policy in decoupled mode."""
         # Their mean and baseline are over the whole batch, before the first update.
         needs_all = self.rollout_correction.rollout_is_batch_normalize or self.algorithm.rejection_aware_baseline
+        # An average is not the actor, not even before the first update.
+        needs_all = needs_all or self.algorithm.averages_old_policy
         return self.actor_rollout_ref.actor.score == "auto" and not needs_all
 
     @property

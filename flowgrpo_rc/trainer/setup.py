@@ -197,7 +197,9 @@ class Run:
         torch.manual_seed(self.config.trainer.seed)
         steps = self.total_steps * self.config.mini_batches * parts.actor.ppo_epochs
         self.actor = build_actor(self.model, parts.model, parts.rollout, parts.actor, self.accelerator, steps)
-        self.adapter = AdapterSync(self.engine, self.actor, parts.rollout.staleness, parts.rollout.ahead)
+        algorithm, rollout = self.config.algorithm, parts.rollout
+        decay = algorithm.old_decay if algorithm.averages_old_policy else None
+        self.adapter = AdapterSync(self.engine, self.actor, rollout.staleness, rollout.ahead, decay)
 
 
 def build_actor(

@@ -169,9 +169,10 @@ class FlowGRPOTrainer:
         if self.mode.objective.clean:
             numbers = image_numbers(request.group, self.config.actor_rollout_ref.rollout.n)
             seeds = noising_seeds(self.config.rollout_seed, request.step, numbers, request.group, self.mode)
-            cond = request.request.conditioning
+            asked = request.request
+            size = (asked.conditioning.height, asked.conditioning.width)
             clean = self.config.actor_rollout_ref.actor.clean
-            noise_images(trajectories.batch, seeds, clean, self.run.model, (cond.height, cond.width))
+            noise_images(trajectories.batch, seeds, clean, self.run.model, size, asked.num_inference_steps)
         return trajectories.batch, trajectories.images.numpy()
 
     def generate(self, request: RolloutRequest) -> Trajectories:
@@ -179,8 +180,9 @@ class FlowGRPOTrainer:
         return self.run.generate(request)
 
     def _score(self, batch: TensorDict, cond: Conditioning) -> OldPolicy | None:
-        """The old policy: the rollout's in bypass mode, else the actor's, of the last rows of the batch. The rows
-        before, which may be all, are the first mini-batch: the update's own forward supplies their old policy."""
+        """The old policy: the rollout's in bypass mode, an average's, else the actor's, of the last rows of the batch.
+        The rows before, which may be all, are the first mini-batch: the update's own forward supplies their old policy.
+        """
         if self.run.rejection_bands is not None:
             batch[Key.ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[Key.TIMESTEPS])
         if self.mode.bypasses:
@@ -194,6 +196,9 @@ class FlowGRPOTrainer:
                 batch[Key.ROLLOUT_LOG_PROBS] = self.run.actor.score(batch, cond).log_probs
         elif not self.mode.objective.needs_old:
             return None
+        if self.adapter.old is not None:
+            with self.adapter.actor_at_old_policy():
+                return self.run.actor.score(batch, cond)
         start = len(batch) // self.config.mini_batches if self.config.first_mini_batch_is_free else 0
         return self.run.actor.score(batch[start:], cond) if start < len(batch) else None
 

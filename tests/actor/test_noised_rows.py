@@ -32,7 +32,7 @@ class CleanRig(Rig):
         clean = recorded[Key.NEXT_LATENTS][:, -1]
         self.batch = TensorDict({**kept, Key.CLEAN_LATENTS: clean}, batch_size=[IMAGES])
         # The second pair of images shares its noise, as the images of a group do for dpo.
-        noise_images(self.batch, [1, 1, 2, 2], CleanImagesConfig(places=PLACES), self.actor._model, (32, 32))
+        noise_images(self.batch, [1, 1, 2, 2], CleanImagesConfig(places=PLACES), self.actor._model, (32, 32), 6)
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +72,26 @@ def test_each_place_has_a_part_of_the_distribution(distribution, quartiles):
     assert_close(torch.stack([drawn.min(), drawn.max()]), torch.tensor([0.2, 0.9]), atol=0.02, rtol=0)
 
 
+def test_places_at_steps_of_the_rollout():
+    """Each step at most once and all equally often: of 5 steps, 3 places take each in 3/5 of the draws."""
+    levels = NoiseLevels(
+        CleanImagesConfig(places=3, distribution="steps"), torch.tensor([1.0, 0.9, 0.7, 0.4, 0.2, 0.0])
+    )
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([levels.draw(generator) for _ in range(1000)])
+    counts = {round(float(level), 4): int((drawn == level).sum()) for level in drawn.unique()}
+    assert sorted(counts) == [0.2, 0.4, 0.7, 0.9, 1.0]
+    assert all(abs(count - 600) < 4 * (1000 * 0.6 * 0.4) ** 0.5 for count in counts.values())
+    assert all(len(row.unique()) == 3 for row in drawn)
+
+
 def test_noise_is_that_of_its_seed(rig):
     """Whatever other images there are; equal seeds share levels and noise."""
     batch = rig.batch
     assert_close(batch[Key.NOISE][0], batch[Key.NOISE][1], atol=0, rtol=0)
     assert not torch.equal(batch[Key.NOISE][1], batch[Key.NOISE][2])
     alone = TensorDict({Key.CLEAN_LATENTS: batch[Key.CLEAN_LATENTS][2:3]}, batch_size=[1])
-    noise_images(alone, [2], CleanImagesConfig(places=PLACES), rig.actor._model, (32, 32))
+    noise_images(alone, [2], CleanImagesConfig(places=PLACES), rig.actor._model, (32, 32), 6)
     for name in (Key.NOISE, Key.SIGMAS, Key.TIMESTEPS):
         assert torch.equal(alone[name][0], batch[name][3])
     assert_close(batch[Key.TIMESTEPS], 1000 * batch[Key.SIGMAS])

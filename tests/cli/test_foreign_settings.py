@@ -103,8 +103,32 @@ def test_scripts_of_clean_image_objectives_compose():
     loss = compose("flowgrpo_trainer", [*dpo, f"{A}.diffusion_loss.dpo_beta=100"]).actor_rollout_ref.actor
     assert (loss.diffusion_loss.loss_mode, loss.diffusion_loss.dpo_beta) == ("dpo", 100.0)
     assert "images are paired with" in refused("algorithm.paired_preference=true")
-    delayed = "algorithm.old_policy_decay_schedule=delayed_linear_to_0_999"
-    assert "the actor as it was before the batch" in refused(*clean, f"{M}.algorithm=diffusion_nft", delayed)
+
+
+def test_the_nft_script_of_verl_omni_composes():
+    """Its settings of objective, old policy, places and rollout; 10 places of 10 steps are all of them."""
+    algorithm = ("timestep_fraction=1.0", "old_policy_decay_schedule=delayed_linear_to_0_999", "sample_source=online")
+    algorithm += ("old_policy_update_interval=2", "adv_mode=continuous", "trainer_type=direct_preference")
+    rollout = ("calculate_log_probs=False", "rollout_adapter=old", "pipeline.num_inference_steps=10", "n=16")
+    settings = [
+        "algorithm.rollout_correction=null", *(f"algorithm.{one}" for one in algorithm),
+        f"{M}.algorithm=diffusion_nft", f"{M}.model_type=diffusion_nft_model",
+        f'{M}.policy_state_adapters=["default","old"]', f"{A}.diffusion_loss.adv_clip_max=5.0",
+        f"{A}.diffusion_loss.clip_ratio=1e-5", *(f"{R}.{one}" for one in rollout),
+    ]  # fmt: skip
+    config = compose("flowgrpo_trainer", settings)
+    clean = config.actor_rollout_ref.actor.clean
+    assert (clean.places, clean.distribution) == (10, "steps")
+    assert [config.algorithm.old_decay(batch) for batch in (1, 80, 81, 300)] == [1.0, 0.0375, 1.0, 0.999]
+    half = [one for one in settings if "fraction" not in one] + ["algorithm.timestep_fraction=0.55"]
+    assert compose("flowgrpo_trainer", half).actor_rollout_ref.actor.clean.places == 5
+    own = compose("flowgrpo_trainer", [*settings, f"{A}.clean.places=3"]).actor_rollout_ref.actor.clean
+    assert (own.places, own.distribution) == (3, "steps")
+    assert "give a number above 0" in refused(*half[:-1], "algorithm.timestep_fraction=1.5")
+    assert "the trained steps are rollout.algo" in refused("algorithm.timestep_fraction=0.5")
+    assert "actor.clean.places: got 11 with distribution=steps" in refused(*settings, f"{A}.clean.places=11")
+    assert "range: got" in refused(*settings, f"{A}.clean.range=[0.1,1]")
+    assert "there is one adapter" in refused(f'{M}.policy_state_adapters=["default","old"]')
 
 
 def test_the_table_takes_no_key_of_our_own():

@@ -4,16 +4,18 @@ import copy
 
 import pytest
 import torch
-from tests_support import adapter_of, same
+from tests_support import adapter_of, before_step, power_cut, rows_of, same
 from tolerances import RATIO
 from torch import nn
 
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
+from flowgrpo_rc.trainer.config import AlgorithmConfig
 
 LAG = "actor_rollout_ref.rollout.adapter_lag"
 EMA = "actor_rollout_ref.actor.ema_decay"
+LOSS_MODE = "actor_rollout_ref.actor.diffusion_loss.loss_mode"
 WEIGHT = "layer.lora_A.default.weight"
 
 
@@ -92,6 +94,120 @@ def test_validation_has_the_newest_or_the_average_and_gives_back(lag, average, i
     with pytest.raises(KeyError):
         failing_validation()
     assert (engine.held, engine.adapter_version, engine.syncs - syncs) == before
+
+
+DECAYS = {1: 0.5, 2: 1.0, 3: 0.25, 4: 0.0}
+"""Of the old policy, after each batch."""
+
+
+@pytest.mark.parametrize(("lag", "seen"), [(0, [0.0, 5.0, 5.0, 23.75, 40.0]), (1, [0.0, 0.0, 5.0, 5.0, 23.75])])
+def test_an_averaged_old_policy_draws(lag, seen):
+    """old <- decay old + (1 - decay) actor, for an actor of ten times the version: 0, .5 * 0 + .5 * 10 = 5, 5,
+    .25 * 5 + .75 * 30 = 23.75, 40."""
+    engine, actor = FakeEngine(), FakeActor()
+    sync = AdapterSync(engine, actor, lag, old_decay=DECAYS.get)
+    drawn, kept = [], []
+    for version in range(5):
+        actor.set(10.0 * version)
+        sync.push(version)
+        drawn.append(engine.held)
+        kept.append(sync.metrics()["actor/old_policy_decay"] if version else None)
+        with sync.actor_at_old_policy():
+            assert (
+                float(actor.transformer.layer.lora_A["default"].weight.detach())
+                == [0.0, 5.0, 5.0, 23.75, 40.0][version]
+            )
+        with sync.for_validation():
+            assert engine.held == 10.0 * version
+        assert (engine.held, engine.adapter_version) == (drawn[-1], version - sync.behind)
+    assert drawn == seen
+    assert kept == [None, 0.5, 1.0, 0.25, 0.0]
+
+
+def test_a_restored_old_policy_goes_on():
+    engine, actor = FakeEngine(), FakeActor()
+    sync = AdapterSync(engine, actor, 0, old_decay=DECAYS.get)
+    sync.restore(2, {}, {WEIGHT: torch.full((1, 1), 5.0)})
+    actor.set(20.0)
+    sync.push(2)
+    assert engine.held == 5.0
+    actor.set(30.0)
+    sync.push(3)
+    assert engine.held == 23.75
+
+
+@pytest.mark.parametrize(
+    ("settings", "decays"),
+    [
+        ({}, {1: 0.0, 500: 0.0}),
+        ({"old_policy_decay_schedule": "linear_to_0_5"}, {1: 0.001, 100: 0.1, 500: 0.5, 900: 0.5}),
+        (
+            {"old_policy_decay_schedule": "delayed_linear_to_0_999"},
+            {1: 0.0, 75: 0.0, 76: 0.0075, 175: 0.75, 208: 0.9975, 209: 0.999, 900: 0.999},
+        ),
+        ({"old_policy_decay": 0.9, "old_policy_decay_schedule": "linear_to_0_5"}, {1: 0.9, 900: 0.9}),
+        ({"old_policy_update_interval": 3}, {1: 1.0, 2: 1.0, 3: 0.0, 4: 1.0, 6: 0.0}),
+        ({"old_policy_decay": 0.0}, {1: 0.0}),
+    ],
+)
+def test_decays_of_the_old_policy(settings, decays):
+    algorithm = AlgorithmConfig(**settings)
+    assert {batch: algorithm.old_decay(batch) for batch in decays} == pytest.approx(decays)
+    assert algorithm.averages_old_policy is any(decays.values())
+
+
+@pytest.mark.parametrize(
+    ("objective", "setting"),
+    [
+        ("flow_grpo", "old_policy_decay=0.5"),
+        ("dpo", "old_policy_decay_schedule=linear_to_0_5"),
+        ("flow_grpo", "old_policy_update_interval=2"),
+    ],
+)
+def test_an_average_without_a_use_is_refused(small_config, objective, setting):
+    key, value = setting.split("=")
+    message = f"algorithm.{key}: got {value} with loss_mode={objective}, whose old policy is no average; leave it out"
+    with pytest.raises(ValueError, match=message):
+        small_config(f"algorithm.{setting}", f"{LOSS_MODE}={objective}", "algorithm.rollout_correction=null")
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("objective", ["awm", "diffusion_nft"])
+def test_a_run_draws_and_compares_with_the_averaged_old_policy(small_config, objective):
+    """The engine has the average that float64 gives, the actor has it while it scores, and a run that is stopped and
+    resumed repeats all numbers."""
+    settings = ("actor_rollout_ref.rollout.dtype=float32", "trainer.total_training_steps=4", "trainer.test_freq=1")
+    settings += ("algorithm.rollout_correction=null", f"{LOSS_MODE}={objective}", "algorithm.old_policy_decay=0.75")
+    settings += ("trainer.save_freq=2", "trainer.resume_mode=auto")
+    trainer = FlowGRPOTrainer(small_config(*settings))
+    actor, engine = trainer.run.actor, trainer.run.engine
+    draw, score, expected, scored = trainer.rollouts.draw, actor.score, [], []
+
+    def watched_draw():
+        own = {name: value.double() for name, value in adapter_state(actor.transformer).items()}
+        if expected:
+            own = {name: 0.75 * expected[-1][name] + 0.25 * value for name, value in own.items()}
+        expected.append(own)
+        held = adapter_state(engine.transformer, engine.adapter)
+        assert all(torch.allclose(value.double(), own[name], atol=1e-7) for name, value in held.items())
+        return draw()
+
+    def watched_score(batch, cond):
+        scored.append(same(adapter_state(actor.transformer), adapter_state(engine.transformer, engine.adapter)))
+        assert len(batch) == trainer.config.data.train_batch_size * trainer.config.actor_rollout_ref.rollout.n
+        return score(batch, cond)
+
+    trainer.rollouts.draw, actor.score = watched_draw, watched_score
+    before_step(trainer, 3, power_cut)
+    with pytest.raises(ConnectionError):
+        trainer.fit()
+    assert scored == [True] * 3
+    resumed = FlowGRPOTrainer(small_config(*settings))
+    assert resumed.step == 2
+    rows = rows_of(resumed.fit().root)
+    assert [row["actor/log_ratio_abs_mean_first"] > 0 for row in rows[1:]] == [False, True, True, True]
+    assert not any(row["guard/alarms"] for row in rows[1:])
+    assert rows_of(FlowGRPOTrainer(small_config(*settings, folder="whole")).fit().root) == rows
 
 
 def test_before_the_first_push_nothing_is_behind():

@@ -41,14 +41,14 @@ def test_a_step_by_hand_equals_the_trainers_first(bypass, objective, small_confi
     parts = config.actor_rollout_ref
     policy = ImagePolicy(parts.model, parts.rollout, parts.actor, seed=config.trainer.seed)
     drawn = policy.draw(prompts, seed=config.rollout_seed)
-    metrics = policy.update(drawn, drawn.images.mean((1, 2, 3)) / 255)
+    # In the trainer's precision: Adam's first step divides a gradient by itself, so rounding would show.
+    metrics = policy.update(drawn, np.float32(drawn.images.mean((1, 2, 3)) / 255))
     expected = trainer.train_step()
     assert expected["actor/grad_norm"] > 0
     shared = [name for name in metrics if name in expected]
     assert len(shared) > (20 if objective == "flow_grpo" else 15)
-    # The trainer's rewards are float32.
     for name in shared:
-        assert metrics[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-7), name
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
     ours, theirs = (adapter_state(one.transformer) for one in (policy.actor, trainer.run.actor))
     assert policy.engine.adapter_version == 1
     for name, value in ours.items():
