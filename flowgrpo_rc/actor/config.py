@@ -137,6 +137,8 @@ class CleanImagesConfig(Section):
         Check(lambda ends: len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1, "give two rising numbers from 0 to 1"),
     ] = field(default_factory=lambda: [0.0, 1.0])
     """Lowest and highest noise level; 0 is a clean image, 1 pure noise."""
+    shared_noise: bool = True
+    """The images of a prompt get the same levels and noises, so that their errors differ by the images alone."""
 
     def problems(self) -> Iterator[str]:
         """A range that has no effect."""
@@ -323,6 +325,8 @@ class DiffusionActorConfig(Section):
                 f"ppo_micro_batch_rows: got {self.ppo_micro_batch_rows} with loss_mode={mode}, which compares two "
                 f"images at clean.places={self.clean.places} places each; give at least {pair}, or null"
             )
+        if self.diffusion_loss.objective.paired and not self.clean.shared_noise:
+            yield f"clean.shared_noise: got false with loss_mode={mode}, which compares images at the same noise"
 
     @property
     def needs_reference(self) -> bool:

@@ -169,9 +169,10 @@ class ImagePolicy:
         answer = self.engine.generate(request)
         check_rollout(request, answer, self.model, self._adapter.held, self._rollout.dtype)
         if clean and answer.batch is not None:
-            seeds = noising_seeds(seed, 0, torch.arange(len(group)), group, self._mode)
+            places = self.actor.config.clean
+            seeds = noising_seeds(seed, 0, torch.arange(len(group)), group, places)
             size = (pipeline.height, pipeline.width)
-            noise_images(answer.batch, seeds, self.actor.config.clean, self.model, size, pipeline.num_inference_steps)
+            noise_images(answer.batch, seeds, places, self.model, size, pipeline.num_inference_steps)
         texts = [given[i].text for i in group.tolist()]
         return Drawn(answer.images.numpy(), texts, group, request.conditioning, answer.batch)
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from flowgrpo_rc.actor.config import CleanImagesConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.rollout import RolloutPool, RolloutRequest, Trajectories
@@ -37,11 +38,10 @@ def image_numbers(group: Int[Tensor, " B"], n: int) -> Int[Tensor, " B"]:
 
 
 def noising_seeds(
-    seed: int, step: int, numbers: Int[Tensor, " B"], group: Int[Tensor, " B"], mode: ModeInForce
+    seed: int, step: int, numbers: Int[Tensor, " B"], group: Int[Tensor, " B"], config: CleanImagesConfig
 ) -> list[int]:
-    """Seeds of the noise that clean images get anew: one for each image, or for each group where two of its images are
-    compared, which needs the same noise."""
-    addresses = group if mode.objective.paired else numbers
+    """Seeds of the noise that clean images get anew: one for each group, or for each image."""
+    addresses = group if config.shared_noise else numbers
     return [seed_for(seed, NOISING, step, address) for address in addresses.tolist()]
 
 

@@ -168,10 +168,10 @@ class FlowGRPOTrainer:
         trajectories.batch[Key.GROUP] = request.group
         if self.mode.objective.clean:
             numbers = image_numbers(request.group, self.config.actor_rollout_ref.rollout.n)
-            seeds = noising_seeds(self.config.rollout_seed, request.step, numbers, request.group, self.mode)
+            clean = self.config.actor_rollout_ref.actor.clean
+            seeds = noising_seeds(self.config.rollout_seed, request.step, numbers, request.group, clean)
             asked = request.request
             size = (asked.conditioning.height, asked.conditioning.width)
-            clean = self.config.actor_rollout_ref.actor.clean
             noise_images(trajectories.batch, seeds, clean, self.run.model, size, asked.num_inference_steps)
         return trajectories.batch, trajectories.images.numpy()
 

@@ -15,6 +15,7 @@ from flowgrpo_rc.actor.noising import NoiseLevels, noise_images
 from flowgrpo_rc.batch import Key, MiniBatch
 from flowgrpo_rc.models.lora import adapter_parameters
 from flowgrpo_rc.section import convert
+from flowgrpo_rc.trainer.rollout_queue import noising_seeds
 from flowgrpo_rc.trainer.scoring import best_and_worst
 
 PLACES = 3
@@ -95,6 +96,18 @@ def test_noise_is_that_of_its_seed(rig):
     for name in (Key.NOISE, Key.SIGMAS, Key.TIMESTEPS):
         assert torch.equal(alone[name][0], batch[name][3])
     assert_close(batch[Key.TIMESTEPS], 1000 * batch[Key.SIGMAS])
+
+
+def test_the_images_of_a_prompt_share_their_noise_unless_told_otherwise():
+    group = torch.tensor([2, 2, 5, 5])
+    numbers = torch.tensor([4, 5, 10, 11])
+    shared = noising_seeds(7, 3, numbers, group, CleanImagesConfig())
+    assert shared[0] == shared[1] != shared[2] == shared[3]
+    own = noising_seeds(7, 3, numbers, group, CleanImagesConfig(shared_noise=False))
+    assert len(set(own)) == 4
+    assert not set(own) & set(noising_seeds(7, 4, numbers, group, CleanImagesConfig(shared_noise=False)))
+    with pytest.raises(ValueError, match="shared_noise: got false with loss_mode=dpo, which compares images"):
+        clean_config("dpo", clean=CleanImagesConfig(shared_noise=False))
 
 
 def test_log_probs_by_hand(rig):

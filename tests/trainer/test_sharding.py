@@ -57,6 +57,13 @@ BFLOAT16 = (
     "actor_rollout_ref.actor.ema_decay=0.9",
     "actor_rollout_ref.model.enable_gradient_checkpointing=true",
 )
+CLEAN = (
+    *FLOAT32,
+    *TO_THE_BASE,
+    "actor_rollout_ref.actor.diffusion_loss.loss_mode=awm",
+    "algorithm.rollout_correction={bypass_mode: false, rollout_is: sequence}",
+    "actor_rollout_ref.rollout.adapter_lag=1",
+)
 RESUMED = (
     "trainer.resume_mode=auto",
     *FLOAT32,
@@ -97,6 +104,7 @@ def main(folder):
     for name, settings, sharded in (
         ("float32", (*FLOAT32, *TO_THE_BASE), (SHARD, GATHER)),
         ("bfloat16", BFLOAT16, (SHARD,)),
+        ("clean", CLEAN, (SHARD,)),
     ):
         for kind, more in (("whole", ()), ("sharded", sharded)):
             trainer = trainer_of(folder / f"{name}_{kind}", *UNEQUAL, *settings, *more)
@@ -122,10 +130,10 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.portable
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_every_metric_equals_that_of_the_whole_model(runs, precision):
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "clean"])
+def test_every_metric_equals_that_of_the_whole_model(runs, kind):
     """Probe and validation included, whose images do not divide by the processes; float32 gathers once a rollout."""
-    whole, sharded = runs / f"{precision}_whole", runs / f"{precision}_sharded"
+    whole, sharded = runs / f"{kind}_whole", runs / f"{kind}_sharded"
     assert len(rows_of(whole)) == 3
     assert rows_of(whole) == rows_of(sharded)
     assert same(adapter_of(whole), adapter_of(sharded))
