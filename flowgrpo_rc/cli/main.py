@@ -209,16 +209,15 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _correction(arguments: argparse.Namespace) -> Any:
-    """The correction of a YAML file under the overrides; an override without a section is a key of the correction."""
+def _actor(arguments: argparse.Namespace) -> Any:
+    """The actor of a YAML file under the overrides; an override without a section is a key of the correction."""
     from flowgrpo_rc.cli.compose import compose
 
     full = [
         text if "." in text.partition("=")[0] else f"algorithm.rollout_correction.{text}"
         for text in arguments.overrides
     ]
-    config = compose(arguments.config_name or BASE_CONFIG, full, arguments.config_dir)
-    return config.actor_rollout_ref.actor.rollout_correction
+    return compose(arguments.config_name or BASE_CONFIG, full, arguments.config_dir).actor_rollout_ref.actor
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -233,10 +232,10 @@ def _explain(arguments: argparse.Namespace) -> int:
         raise ValueError(f"cannot read {wrong[0]!r}; write key=value")
     try:
         if arguments.config_name is None and arguments.config_dir is None:
-            config = RolloutCorrectionConfig.from_dict({k: read_value(k, v) for k, _, v in pairs})
+            result = explain(RolloutCorrectionConfig.from_dict({k: read_value(k, v) for k, _, v in pairs}))
         else:
-            config = _correction(arguments)
-        result = explain(config)
+            actor = _actor(arguments)
+            result = explain(actor.rollout_correction, clean=actor.diffusion_loss.objective.clean)
     except TypeError as error:
         # A value of a wrong type is a refusal here, not a bug.
         raise ValueError(str(error)) from error

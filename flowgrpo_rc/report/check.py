@@ -42,7 +42,7 @@ class Check:
     sde: HealthyRange  # For SDE steps, whose log-probs are means over latent dimensions
     tokens: HealthyRange | None = AS_SDE  # For tokens
     limits: str = ""  # The limits in words, if their numbers are only a code
-    of_densities: bool = False  # The limits assume log ratios of densities; that of ``cps`` omits ``1/(2 std^2)``
+    of_densities: bool = False  # The limits assume log ratios of densities
     advice: str | Callable[[History], str]  # The remedy, or a function that returns the one for a run
     of_weights: bool = False
     """It judges importance weights. If they only diagnose, none of their values is a problem by itself."""
@@ -59,7 +59,7 @@ class Check:
         """The finding; None if there is nothing to measure."""
         limits = self.limits_for(history)
         # Limits in nats per dimension mean nothing for log-probs in another unit.
-        if limits is None or (self.of_densities and history.cps):
+        if limits is None or (self.of_densities and not history.densities):
             return None
         try:
             found = self.measure(history)

@@ -210,10 +210,10 @@ class History:
         )
 
     @property
-    def cps(self) -> bool:
-        """Log-probs omit ``1/(2 std^2)``, and so have a unit of their own."""
+    def densities(self) -> bool:
+        """Log-probs are those of densities: not ``cps``'s, which omit ``1/(2 std^2)``, and no matching errors."""
         sde_type = SDE_TYPES.get(str(self.setting(f"{ROLLOUT}.algo.sde_type")))
-        return sde_type is not None and not sde_type.log_prob_is_density
+        return (sde_type is None or sde_type.log_prob_is_density) and not self.mode.objective.clean
 
     # ------------------------------------------------------------------ the mode in force
 

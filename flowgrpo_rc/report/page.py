@@ -260,7 +260,7 @@ def _correction(history: History) -> list[tuple[str, str]]:
     mode = history.configured_mode
     if mode is None:
         return [("Correction", f"{history.setting('algorithm.rollout_correction')}, which this version refuses")]
-    lines = explain(mode.rollout_correction).text.splitlines()
+    lines = explain(mode.rollout_correction, clean=mode.objective.clean).text.splitlines()
     return [(name, value.strip()) for name, _, value in (line.partition(":") for line in lines)]
 
 

@@ -123,7 +123,7 @@ def _limits(history: History, check: str) -> Any:
 
 def _log_ratio(history: History) -> str:
     # Log-probs of SDE steps are means over latent dimensions; those of ``cps`` and of tokens have a unit of their own.
-    return "|log ratio| per dimension" if history.sde and not history.cps else "|log ratio|"
+    return "|log ratio| per dimension" if history.sde and history.densities else "|log ratio|"
 
 
 # In the page's order.

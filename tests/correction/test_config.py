@@ -545,6 +545,14 @@ def test_explanations(config, phrases):
         assert phrase in text, text
 
 
+def test_on_clean_images_nothing_is_said_about_an_engine():
+    explanation = explain(SEQ(rollout_is_threshold=2.0), clean=True)
+    assert "pi_rollout (drew the images)" in explanation.text
+    assert "Weighted:  the loss, by the product of a row's ratios pi_old/pi_rollout, at most 2" in explanation.text
+    assert "engine" not in explanation.text
+    assert explain(Config.disabled(), clean=True).warnings == ()
+
+
 @pytest.mark.parametrize(
     ("config", "phrase"),
     [

@@ -240,13 +240,16 @@ def test_of_flow_dppo_twice_what_it_leaves_out_at_first_counts(inert, level):
 OF_DENSITIES = ("gap_mean", "kl", "k3_kl", "ppl_ratio", "log_ppl_abs_diff")
 
 
-def test_limits_of_densities_are_not_for_cps():
-    """Its log-probs leave out 1/(2 std^2): at .0027 this engine is as broken as one at .06."""
+def test_limits_of_densities_are_neither_for_cps_nor_for_clean_images():
+    """Log-probs of ``cps`` leave out 1/(2 std^2): at .0027 this engine is as broken as one at .06. Those of clean
+    images are matching errors."""
     names = ("logprob_abs_diff_mean", "kl", "k3_kl", "log_ppl_abs_diff")
     made = rows(20, **{f"rollout_corr__{name}": 0.0027 for name in names}, rollout_corr__ppl_ratio=1.0027)
     cps = settings(actor_rollout_ref__rollout__algo__sde_type="cps")
     assert {f.check for f in check_health(made, settings())} >= set(OF_DENSITIES)
-    assert not {f.check for f in check_health(made, cps)} & set(OF_DENSITIES)
+    awm = settings(actor_rollout_ref__actor__diffusion_loss__loss_mode="awm", algorithm__rollout_correction=None)
+    for other in (cps, awm):
+        assert not {f.check for f in check_health(made, other)} & set(OF_DENSITIES)
     made = rows(20, **{"rollout_sync__engine_gap_per_dimension": 0.06})
     assert found(made, cps, "engine_gap").level == "problem"
 

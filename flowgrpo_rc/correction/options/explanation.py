@@ -47,9 +47,15 @@ class Explanation:
     warnings: tuple[str, ...]
 
 
-def explain(config: RolloutCorrectionConfig) -> Explanation:
-    """Describe the policies of a configuration, its clip, weights and rejection, and their cost."""
-    if config.bypass_mode:
+def explain(config: RolloutCorrectionConfig, *, clean: bool = False) -> Explanation:
+    """Describe the policies of a configuration, its clip, weights and rejection, and their cost.
+
+    ``clean`` stands for the objectives on clean images, which are in decoupled mode and learn from matching errors.
+    """
+    if clean:
+        policies = "pi_rollout (drew the images), pi_old and pi_theta (trained); the first two differ only with a lag"
+        cost = "a scoring pass of the adapter that drew, where it is older than pi_old"
+    elif config.bypass_mode:
         policies = "two: pi_rollout (behaviour, and in place of pi_old) and pi_theta (trained)"
         cost = "no scoring pass; weights and rejection are recomputed at every mini-step"
     else:
@@ -62,16 +68,18 @@ def explain(config: RolloutCorrectionConfig) -> Explanation:
     if rejections := _rejections(config):
         stay = "they stay in" if config.rejection_normalization == "all" else "they leave"
         rejected = f"{'; '.join(rejections)}; on the diffusion path {stay} the denominator of the mean"
+    if clean:
+        clipped = "the ratio pi_theta/pi_old of matching errors, by awm alone"
     lines = (
-        f"Algorithm: {_algorithm(config)}",
+        f"Algorithm: {'an objective on clean images' if clean else _algorithm(config)}",
         f"Policies:  {policies}",
         f"Clipped:   {'nothing' if config.loss_type == 'reinforce' else clipped}",
         f"Weighted:  {_weighted(config)}",
         f"Rejected:  {rejected}",
         f"Cost:      {cost}",
-        f"Guard:     {_guard(config)}",
+        f"Guard:     {_guard(config, clean)}",
     )
-    return Explanation("\n".join(lines), tuple(_mistakes(config)))
+    return Explanation("\n".join(lines), tuple(_mistakes(config, clean)))
 
 
 def in_force(config: RolloutCorrectionConfig) -> str:
@@ -152,9 +160,13 @@ def _criterion(c: Criterion, ratio: str) -> str:
     return f"{unit} where {STATISTICS[c.statistic].words}, {_AGGREGATES[c.aggregate]}, exceeds {c.upper:g} ({c.name})"
 
 
-def _guard(config: RolloutCorrectionConfig) -> str:
+def _guard(config: RolloutCorrectionConfig, clean: bool) -> str:
     if config.guard == "off":
         return "none"
+    if clean:
+        return (
+            f"warns after {config.guard_patience} updates in a row with {config.guard_rejected_fraction:.0%} rejected"
+        )
     does = "falls back to decoupled mode" if config.guard == "fallback" and config.bypass_mode else "warns"
     clip = f"{config.guard_clip_fraction:.0%} clipped before anything is learned, "
     return (
@@ -164,11 +176,11 @@ def _guard(config: RolloutCorrectionConfig) -> str:
     )
 
 
-def _mistakes(config: RolloutCorrectionConfig) -> Iterator[str]:
+def _mistakes(config: RolloutCorrectionConfig, clean: bool) -> Iterator[str]:
     plan = config.plan()
     corrects = plan.importance is not None or plan.can_reject
     by_row = [criterion.name for criterion in plan.criteria if criterion.aggregate != "token"]
-    if not config.bypass_mode and not corrects:
+    if not config.bypass_mode and not corrects and not clean:
         yield (
             "PPO against pi_old while the rollout policy is ignored: nothing corrects pi_old/pi_rollout. "
             "Set rollout_is, or bypass_mode=true."
