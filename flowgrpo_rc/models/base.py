@@ -398,6 +398,15 @@ class DiffusionModel(ABC):
             )
         return torch.cat(images).cpu()
 
+    @torch.no_grad()
+    def encode_images(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, " B *L"]:
+        """Clean latents of images, float32 and on the host: the inverse of ``decode``, with the mode of the VAE's
+        distribution."""
+        height, width = images.shape[1:3]
+        at_once = max(1, PIXELS_DECODED_AT_ONCE // (height * width))
+        parts = [self._encode_pixels(part.permute(0, 3, 1, 2) / 127.5 - 1) for part in images.split(at_once)]
+        return torch.cat(parts).float().cpu()
+
     @property
     def _channels(self) -> int:
         """Input channels of the transformer."""
@@ -507,22 +516,51 @@ class DiffusionModel(ABC):
     def _decode_scaled_and_shifted(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B 3 H W"]:
         """``_decode`` with a VAE whose latents have one scale, and one shift or none."""
         vae = self.pipe.vae
-        shift = vae.config.get("shift_factor") if self.shifts_latents else None
         latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor
-        return vae.decode(latents + (shift or 0), return_dict=False)[0]
+        return vae.decode(latents + self._latent_shift, return_dict=False)[0]
+
+    def _encode_scaled_and_shifted(self, pixels: Float[Tensor, "B 3 H W"]) -> Float[Tensor, "B C h w"]:
+        """The inverse of ``_decode_scaled_and_shifted``."""
+        return (self._vae_mode(pixels) - self._latent_shift) * self.pipe.vae.config.scaling_factor
+
+    @property
+    def _latent_shift(self) -> float:
+        return (self.pipe.vae.config.get("shift_factor") if self.shifts_latents else None) or 0.0
 
     def _decode_one_frame(self, latents: Float[Tensor, "B C 1 h w"]) -> Float[Tensor, "B 3 H W"]:
         """``_decode`` with the VAE of a video, whose latents have a mean and a deviation for each channel."""
+        vae = self.pipe.vae
+        mean, std = self._channel_moments()
+        return vae.decode(latents.to(vae.device, vae.dtype) * std + mean, return_dict=False)[0][:, :, 0]
+
+    def _encode_one_frame(self, pixels: Float[Tensor, "B 3 H W"]) -> Float[Tensor, "B C 1 h w"]:
+        """The inverse of ``_decode_one_frame``."""
+        mean, std = self._channel_moments()
+        return (self._vae_mode(pixels.unsqueeze(2)) - mean) / std
+
+    def _channel_moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel of a video VAE's latents, ``(1, C, 1, 1, 1)``."""
         vae = self.pipe.vae
         mean, std = (
             torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
-        return vae.decode(latents.to(vae.device, vae.dtype) * std + mean, return_dict=False)[0][:, :, 0]
+        return mean, std
+
+    def _vae_mode(self, pixels: Tensor) -> Tensor:
+        """The mode of the VAE's distribution; an autoencoder without one gives its latents."""
+        vae = self.pipe.vae
+        encoded = vae.encode(pixels.to(vae.device, vae.dtype), return_dict=False)[0]
+        return encoded if isinstance(encoded, Tensor) else encoded.mode()
 
     @abstractmethod
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Images ``(B, 3, H, W)``, -1 to 1."""
+
+    def _encode_pixels(self, pixels: Float[Tensor, "B 3 H W"]) -> Float[Tensor, " B *L"]:
+        """Clean latents of images, -1 to 1: the inverse of ``_decode``. A family without it has no
+        ``data.preferences``."""
+        raise NotImplementedError(f"{type(self).__name__} has no _encode_pixels, which data.preferences needs")
 
 
 def compute_dtype(transformer: nn.Module) -> torch.dtype:

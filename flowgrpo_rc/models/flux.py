@@ -61,6 +61,9 @@ class Flux(PackedLatents):
         unpacked = self.pipe._unpack_latents(latents, height, width, self.pipe.vae_scale_factor)
         return self._decode_scaled_and_shifted(unpacked)
 
+    def _encode_pixels(self, pixels: Tensor) -> Tensor:
+        return self._pack(self._encode_scaled_and_shifted(pixels))
+
 
 class FluxKontext(Flux):
     """Adapter of ``diffusers.FluxKontextPipeline``, which edits one image."""

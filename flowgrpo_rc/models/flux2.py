@@ -110,11 +110,20 @@ class Flux2Klein(PackedLatents):
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         vae = self.pipe.vae
         grid = (height // self._multiple, width // self._multiple)
-        # The VAE normalises packed latents with the statistics of a batch norm, not with one scale.
-        mean, std = vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
-        packed = latents.to(vae.device, vae.dtype).transpose(1, 2).unflatten(2, grid)
-        packed = packed * std[:, None, None] + mean[:, None, None]
+        mean, std = self._patch_moments()
+        packed = latents.to(vae.device, vae.dtype).transpose(1, 2).unflatten(2, grid) * std + mean
         return vae.decode(self.pipe._unpatchify_latents(packed), return_dict=False)[0]
+
+    def _encode_pixels(self, pixels: Tensor) -> Tensor:
+        mean, std = self._patch_moments()
+        packed = (self.pipe._patchify_latents(self._vae_mode(pixels)) - mean) / std
+        return packed.flatten(2).transpose(1, 2)
+
+    def _patch_moments(self) -> tuple[Tensor, Tensor]:
+        """The VAE normalises packed latents with the statistics of a batch norm, not with one scale."""
+        vae = self.pipe.vae
+        mean, std = vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
+        return mean[:, None, None], std[:, None, None]
 
 
 class Flux2(Flux2Klein):

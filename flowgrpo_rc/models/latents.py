@@ -31,6 +31,10 @@ class PackedLatents(DiffusionModel):
         latents = prepared[0] if isinstance(prepared, tuple) else prepared
         return latents[0]
 
+    def _pack(self, latents: Tensor) -> Tensor:
+        """Tokens of feature maps ``(B, C, h, w)`` or ``(B, C, 1, h, w)``."""
+        return self.pipe._pack_latents(latents, *latents.shape[:2], *latents.shape[-2:])
+
     def _rounded_timesteps(self, timesteps: Tensor, dtype: torch.dtype) -> Tensor:
         """The pipeline divides in its own precision, and the transformer multiplies again."""
         return (timesteps.to(dtype) / 1000 * 1000).float()
@@ -56,6 +60,9 @@ class SpatialLatents(DiffusionModel):
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         return self._decode_scaled_and_shifted(latents)
+
+    def _encode_pixels(self, pixels: Tensor) -> Tensor:
+        return self._encode_scaled_and_shifted(pixels)
 
 
 def scaled_size(image: ReferenceImage, area: int, multiple: int) -> tuple[int, int]:

@@ -54,6 +54,9 @@ class QwenImage(PackedLatents):
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         return self._decode_one_frame(self.pipe._unpack_latents(latents, height, width, self.pipe.vae_scale_factor))
 
+    def _encode_pixels(self, pixels: Tensor) -> Tensor:
+        return self._pack(self._encode_one_frame(pixels))
+
 
 def use_2d_convolutions_for_one_frame(vae: nn.Module) -> None:
     """Let this video VAE run its causal 3-D convolutions as 2-D ones when there is one frame, as for an image.

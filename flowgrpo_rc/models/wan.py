@@ -43,3 +43,6 @@ class Wan(DiffusionModel):
 
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         return self._decode_one_frame(latents)
+
+    def _encode_pixels(self, pixels: Tensor) -> Tensor:
+        return self._encode_one_frame(pixels)

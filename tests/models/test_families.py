@@ -119,6 +119,23 @@ def test_latents_and_images_equal_the_diffusers_pipeline(name, model, which):
         assert ours.std() > 10
 
 
+def test_encoding_is_the_inverse_of_decoding(name, model, monkeypatch):
+    """Its scale, shift and packing, with a VAE that returns what it decoded."""
+    size = TINY[name].sizes[1]
+    images = torch.randint(0, 256, (2, *size, 3), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    encoded = model.encode_images(images)
+    assert encoded.shape == (2, *model.latent_shape(*size))
+    assert encoded.dtype == torch.float32
+    assert_close(encoded[1:], model.encode_images(images[1:]), atol=1e-4, rtol=1e-4)
+    given, decode = [], model.pipe.vae.decode
+    monkeypatch.setattr(
+        model.pipe.vae, "decode", lambda latents, **more: given.append(latents) or decode(latents, **more)
+    )
+    monkeypatch.setattr(model.pipe.vae, "encode", lambda _, return_dict: (given[0],))
+    pixels = model._decode(encoded, *size)
+    assert_close(model._encode_pixels(pixels), encoded, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.portable
 def test_rescored_log_probs_are_the_recorded_ones_but_for_precision(name, model):
     """Sampled in float32, bfloat16 and fp8, and the recorded steps scored again in float32, guidance and all."""
