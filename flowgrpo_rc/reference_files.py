@@ -1,4 +1,4 @@
-"""Reader of the column ``images`` of a prompt file. It checks every file once; models and rewards decode it later.
+"""Reader of a prompt file's columns of images. It checks every file once; models and rewards decode it later.
 
 The check reads an image's header and finds a file that is cut off: by the checksums of a PNG, the end mark of a JPEG.
 Files of other formats are decoded.
@@ -54,12 +54,13 @@ class ReferenceReader:
     def __init__(self) -> None:
         self._files: dict[str, ReferenceImage] = {}
 
-    def __call__(self, value: Any, source: str) -> tuple[ReferenceImage, ...]:
+    def __call__(self, value: Any, source: str, column: str = IMAGES_KEY) -> tuple[ReferenceImage, ...]:
         """The images of one row.
 
         Args:
             value: content of the column; None and an empty list are no images.
             source: the row, ``train.jsonl:3``. Relative paths begin at the folder of its file.
+            column: for messages.
 
         Raises:
             ValueError: one is missing, damaged, cut off, animated, too large or no image; names the row.
@@ -67,25 +68,25 @@ class ReferenceReader:
         if value is None:
             return ()
         several = value if isinstance(value, list | tuple) else [value]
-        return tuple(self._read(one, source) for one in several)
+        return tuple(self._read(one, source, column) for one in several)
 
-    def _read(self, value: Any, source: str) -> ReferenceImage:
+    def _read(self, value: Any, source: str, column: str) -> ReferenceImage:
         given = value
         if isinstance(value, Mapping):  # as Hugging Face's datasets write images
             given = value.get("bytes") or value.get("path")
         if isinstance(given, bytes):
             return replace(_looked_at(given, "in the prompt file", source), content=given)
         if isinstance(given, str) and given.strip():
-            return self._at(given, source)
+            return self._at(given, source, column)
         keys = f" with the keys {', '.join(map(str, value)) or 'none'}" if isinstance(value, Mapping) else ""
         raise ValueError(
-            f"{source}: {IMAGES_KEY!r} holds a {type(value).__name__}{keys} that names no image; give {_FORMS}, or "
+            f"{source}: {column!r} holds a {type(value).__name__}{keys} that names no image; give {_FORMS}, or "
             "leave it out"
         )
 
-    def _at(self, text: str, source: str) -> ReferenceImage:
+    def _at(self, text: str, source: str, column: str) -> ReferenceImage:
         if "\0" in text:
-            raise ValueError(f"{source}: {IMAGES_KEY!r} holds {text[:80]!r}; a path cannot hold a NUL character")
+            raise ValueError(f"{source}: {column!r} holds {text[:80]!r}; a path cannot hold a NUL character")
         path = os.path.abspath(os.path.join(os.path.dirname(source), os.path.expanduser(text)))
         # Data sets name one reference in many rows; each file is checked once.
         if path not in self._files:

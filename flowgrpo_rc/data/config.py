@@ -22,6 +22,10 @@ class DataConfig(Section):
 
     train_files: Any = ""
     """Path of the file of training prompts (.txt, .jsonl or .parquet), or a list of paths."""
+    preferences: Any = ""
+    """Path of a file of preferences (.jsonl or .parquet with the columns of a prompt file, ``chosen`` and
+    ``rejected``, an image each), or a list of paths. ``loss_mode=dpo`` then learns from these pairs in place of images
+    that it draws, and ``train_files`` is not read."""
     val_files: Any = ""
     """Path of the file of held-out prompts for validation, or a list of paths. Without one there is no validation."""
     train_batch_size: _Count = 8
@@ -39,7 +43,7 @@ class DataConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Files that are not named by paths."""
-        for name in ("train_files", "val_files"):
+        for name in ("train_files", "preferences", "val_files"):
             yield from complaints(file_list, name, getattr(self, name))
 
 

@@ -18,6 +18,8 @@ from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.reference_files import IMAGES_KEY, ReferenceReader
 
 NEGATIVE_KEY = "negative_prompt"
+PAIR_KEYS = ("chosen", "rejected")
+"""Columns of a preference: the better image of a prompt and the worse one."""
 COLUMNS_NAMED = 20
 """How many columns a message lists at most."""
 _INVISIBLE = {"Cc", "Cf", "Zs", "Zl", "Zp", "Mn", "Me"}
@@ -36,22 +38,28 @@ class PromptRecord:
     """Negative prompt of classifier-free guidance; None if the data set has none."""
     images: tuple[ReferenceImage, ...] = ()
     """Reference images, for the families that take them."""
+    pair: tuple[ReferenceImage, ...] = ()
+    """Of a preference the chosen and the rejected image; else empty."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The other columns of the row, for reward functions, and ``images`` where there are any."""
     source: str = ""
     """Place in the file, for messages: ``train.txt:3`` is line 3, ``train.parquet:3`` is row 3, counted from 1."""
 
 
-def read_prompt_files(files: Any, prompt_key: str, max_samples: int | None) -> list[PromptRecord]:
+def read_prompt_files(
+    files: Any, prompt_key: str, max_samples: int | None, *, pairs: bool = False
+) -> list[PromptRecord]:
     """The prompts of the files of a setting, which may be assets; none without files. Raises as ``load_prompts``."""
     paths = [resolve_asset(path) for path in file_list("data", files)]
-    return load_prompts(paths, prompt_key=prompt_key, max_samples=max_samples) if paths else []
+    return load_prompts(paths, prompt_key=prompt_key, max_samples=max_samples, pairs=pairs) if paths else []
 
 
 def load_prompts(
     files: str | PathLike[str] | Sequence[str | PathLike[str]],
     prompt_key: str = "prompt",
     max_samples: int | None = None,
+    *,
+    pairs: bool = False,
 ) -> list[PromptRecord]:
     """The prompts of one or several files, in order.
 
@@ -67,11 +75,12 @@ def load_prompts(
         files: one path or several.
         prompt_key: column or key of the prompt; ``.txt`` files have none.
         max_samples: stop after this many prompts; None for all.
+        pairs: the rows are preferences, with an image each in the columns ``chosen`` and ``rejected``.
 
     Raises:
         ValueError: a file is missing, empty, damaged or of another format, or a row has no usable prompt (none, a
-            blank one, or one with control characters) or an unusable image. The message names the file and the line
-            or row.
+            blank one, or one with control characters) or an unusable image, or of a pair no image or twice the same.
+            The message names the file and the line or row.
     """
     paths = [Path(files)] if isinstance(files, (str, PathLike)) else [Path(file) for file in files]
     if not paths:
@@ -87,7 +96,8 @@ def load_prompts(
             break
     # Images last: an error in a prompt shows before thousands of files are opened.
     images = ReferenceReader()
-    return [_with_images(record, images) for record in records[:max_samples]]
+    records = [_with_images(record, images) for record in records[:max_samples]]
+    return [_with_pair(record, images) for record in records] if pairs else records
 
 
 def _with_images(record: PromptRecord, read: ReferenceReader) -> PromptRecord:
@@ -99,6 +109,23 @@ def _with_images(record: PromptRecord, read: ReferenceReader) -> PromptRecord:
     if images:
         metadata[IMAGES_KEY] = list(images)
     return replace(record, images=images, metadata=metadata)
+
+
+def _with_pair(record: PromptRecord, read: ReferenceReader) -> PromptRecord:
+    """The record of a preference with its two images."""
+    metadata = dict(record.metadata)
+    pair: list[ReferenceImage] = []
+    for key in PAIR_KEYS:
+        images = read(metadata.pop(key, None), record.source, key)
+        if len(images) != 1:
+            raise ValueError(
+                f"{record.source}: {key!r} names {len(images)} images; a preference has one each in the columns "
+                f"{' and '.join(PAIR_KEYS)}"
+            )
+        pair += images
+    if pair[0] == pair[1]:
+        raise ValueError(f"{record.source}: chosen and rejected are the same image; remove the row")
+    return replace(record, pair=tuple(pair), metadata=metadata)
 
 
 def _read_file(path: Path, prompt_key: str) -> list[PromptRecord]:

@@ -24,6 +24,7 @@ class PlannedRun:
     prompts: int  # Prompts of a step: ``data.train_batch_size``
     scored_share: float = 0.0  # Share of a batch that is scored before the update; 0 in bypass mode
     autocast: bool = False  # Run the actor's forwards under bfloat16 autocast
+    draws: bool = True  # The engine draws the images of a step; false for pairs of a file
 
     @property
     def samples_in_trainer(self) -> bool:

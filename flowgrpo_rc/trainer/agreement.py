@@ -53,7 +53,7 @@ def settings_of(
         "flowgrpo_rc": __version__,
         **settings,
         # Content too: the same path may be another file on another machine.
-        "content of data.train_files": _prompts_digest(train),
+        f"content of data.{'preferences' if config.data.preferences else 'train_files'}": _prompts_digest(train),
         "content of data.val_files": _prompts_digest(validation),
         "content of rewards": {
             # A module's name, which the reward imports, is no file.
@@ -76,5 +76,7 @@ def _prompts_digest(records: Sequence[PromptRecord]) -> str:
     for record in records:
         # Images count by their digests, since the paths may differ from machine to machine.
         metadata = {name: value for name, value in record.metadata.items() if name != "images"}
-        content.append((record.prompt, record.negative_prompt, [image.digest for image in record.images], metadata))
+        content.append(
+            (record.prompt, record.negative_prompt, [image.digest for image in record.images + record.pair], metadata)
+        )
     return short_digest(repr(content).encode("utf-8", "backslashreplace"))

@@ -219,6 +219,22 @@ class FlowGRPOConfig(Section):
                 "guidance; set actor_rollout_ref.rollout.pipeline.true_cfg_scale above 1, or detach_unconditional=false"
             )
 
+    def _preference_problems(self, rollout: RolloutConfig) -> Iterator[str]:
+        """Settings of images that are drawn, where pairs of a file take their place."""
+        objective = self.actor_rollout_ref.actor.diffusion_loss.objective
+        if not objective.paired:
+            yield (
+                f"data.preferences: got files with loss_mode={objective.name}, which does not learn from pairs; set "
+                "actor_rollout_ref.actor.diffusion_loss.loss_mode=dpo, or leave them out"
+            )
+        late = {"ahead": rollout.ahead, "adapter_lag": rollout.adapter_lag}
+        for name, value, plain in (("n", rollout.n, 2), *((name, value, 0) for name, value in late.items())):
+            if value != plain:
+                yield (
+                    f"actor_rollout_ref.rollout.{name}: got {value} with data.preferences, whose two images of a "
+                    f"prompt are in a file; set it to {plain}"
+                )
+
     def _loss_problems(self) -> Iterator[str]:
         """Objective and limits against the rollouts that they are computed from."""
         rollout = self.actor_rollout_ref.rollout
@@ -254,6 +270,8 @@ class FlowGRPOConfig(Section):
                     f"algorithm.old_policy_{name}: got {value} with loss_mode={loss.loss_mode}, whose old policy is no "
                     f"average; leave it out, or set {here}.loss_mode to awm or diffusion_nft"
                 )
+        if self.data.preferences:
+            yield from self._preference_problems(rollout)
         if objective.clean and self.algorithm.rejection_aware_baseline:
             yield (
                 f"algorithm.rejection_aware_baseline: got true with loss_mode={loss.loss_mode}, whose images are "

@@ -168,10 +168,10 @@ def _check_grids(model: DiffusionModel, prompts: PromptSet) -> None:
 
 
 def references_digest(records: Sequence[PromptRecord]) -> str:
-    """Digest of the prompts' reference images; empty without any."""
-    if not any(record.images for record in records):
+    """Digest of the prompts' reference images and pairs; empty without any."""
+    if not any(record.images + record.pair for record in records):
         return ""
-    lines = [" ".join(image.digest for image in record.images) for record in records]
+    lines = [" ".join(image.digest for image in record.images + record.pair) for record in records]
     return short_digest("\n".join(lines).encode())
 
 

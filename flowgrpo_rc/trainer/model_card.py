@@ -92,7 +92,9 @@ def model_card(
         load=load,
         arguments=_arguments(name, rollout.validation_pipeline),
         prompts=prompts,
-        files=", ".join(os.path.basename(file) for file in file_list("data", config.data.train_files)),
+        files=", ".join(
+            os.path.basename(file) for file in file_list("data", config.data.preferences or config.data.train_files)
+        ),
         steps=rows[-1]["step"] if rows else 0,
         images=config.data.train_batch_size * rollout.n,
         size=f"{pipeline.width} x {pipeline.height} pixels",

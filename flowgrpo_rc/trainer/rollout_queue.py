@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, UInt8
+from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor.config import CleanImagesConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.rollout import RolloutPool, RolloutRequest, Trajectories
+from flowgrpo_rc.rollout import RolloutPool, RolloutRequest
 from flowgrpo_rc.rollout.pool import PendingRollout
-from flowgrpo_rc.rollout.proof import HeldAdapter
+from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, NOISING, WINDOW, generator_for, seed_for
 from flowgrpo_rc.sde import draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.scoring import RolloutScoring
@@ -56,6 +57,7 @@ class RolloutQueue:
         self._run = run
         self._engine = run.engine
         self._adapter = run.adapter
+        self._reward = run.reward
         rollout = run.config.actor_rollout_ref.rollout
         self._ahead = rollout.ahead
         # In bypass mode the engine is the old policy, and objectives that compare means need its means. The guard may
@@ -71,26 +73,41 @@ class RolloutQueue:
         end = max(step + 1, min(step + self._ahead + 1, self._run.total_steps))
         for due in range(first, end):
             batch = self.request(due)
-            pending = None
-            if isinstance(self._engine, RolloutPool):
-                try:
-                    self._adapter.give_for(due)
-                    pending = self._engine.submit(batch.request, batch.scoring.take_ahead)
-                except BaseException:
-                    batch.scoring.abandon()  # it is not in the queue, where ``abandon`` would find it
-                    raise
+            pending = self._submit(batch)
             self._queue.append((batch, self._adapter.held, pending))
         return self._queue[0][0]
 
-    def draw(self) -> tuple[Trajectories, HeldAdapter]:
+    def _submit(self, batch: BatchRequest) -> PendingRollout | None:
+        """Have a pool begin to draw; ``None`` where the batch is drawn when it is wanted."""
+        if not isinstance(self._engine, RolloutPool):
+            return None
+        try:
+            self._adapter.give_for(batch.step)
+            return self._engine.submit(batch.request, batch.scoring.take_ahead)
+        except BaseException:
+            batch.scoring.abandon()  # it is not in the queue, where ``abandon`` would find it
+            raise
+
+    def draw(self) -> tuple[TensorDict, UInt8[Tensor, "B H W 3"]]:
         """Wait for the images of the batch that ``next`` returned last, and remove it. Its scoring takes images as they
-        arrive. Returns them and the adapter that they must have been drawn with."""
+        arrive. Returns the recorded steps, or the clean latents, and the images.
+
+        Raises:
+            RolloutSyncError: they were drawn with another adapter or otherwise than asked.
+        """
         batch, held, pending = self._queue.popleft()
         # A pool has drawn since the request; its adapter is the one of that time.
         if pending is not None:
-            return pending.result(batch.scoring.take), held
-        self._adapter.give_for(batch.step)
-        return self._engine.generate(replace(batch.request, on_images=batch.scoring.take)), self._adapter.held
+            answer = pending.result(batch.scoring.take)
+        else:
+            self._adapter.give_for(batch.step)
+            answer = self._engine.generate(replace(batch.request, on_images=batch.scoring.take))
+            held = self._adapter.held
+        dtype = self._run.config.actor_rollout_ref.rollout.dtype
+        check_rollout(batch.request, answer, self._run.model, held, dtype)
+        # Validation draws without a batch; a rollout records its steps.
+        assert answer.batch is not None
+        return answer.batch, answer.images
 
     def abandon(self) -> None:
         """Stop the scoring of all batches in the queue."""
@@ -132,7 +149,7 @@ class RolloutQueue:
         records = [record for record in prompts for _ in range(rollout.n)]
         ahead = rollout.ahead > 0 and isinstance(self._engine, RolloutPool)
         overlaps = run.config.reward.overlap
-        scoring = RolloutScoring(run.reward, records, rollout.micro_batch_size, overlaps=overlaps, ahead=ahead)
+        scoring = RolloutScoring(self._reward, records, rollout.micro_batch_size, overlaps=overlaps, ahead=ahead)
         return BatchRequest(step, prompts, group, request, scoring)
 
     def window_starts(self, groups: list[int], step: int) -> list[int]:

@@ -97,7 +97,9 @@ class Run:
         lora = config.actor_rollout_ref.model
         # Observers may use the reward model's server, which the reward has started.
         self.observers = build_observers(config.reward, self.reward.server)
-        scored = [(self.reward, one) for one in self.prompt_sets]
+        # Preferences are not scored.
+        unscored = self.train_prompts if config.data.preferences else None
+        scored = [(self.reward, one) for one in self.prompt_sets if one.records is not unscored]
         if self.observers is not None:
             scored += [(self.observers, one) for one in self.prompt_sets if one.records is self.val_prompts]
         for mix, one in scored:
@@ -251,7 +253,9 @@ def read_prompts(config: FlowGRPOConfig, *, trains: bool = True) -> tuple[list[P
     data = config.data
     train: list[PromptRecord] = []
     if trains:
-        train = read_prompt_files(data.train_files, data.prompt_key, data.train_max_samples)
+        files = data.preferences or data.train_files
+        pairs = bool(data.preferences)
+        train = read_prompt_files(files, data.prompt_key, data.train_max_samples, pairs=pairs)
     validation = read_prompt_files(data.val_files, data.prompt_key, data.val_max_samples)
     if not (train if trains else validation):
         files = "train_files" if trains else "val_files"

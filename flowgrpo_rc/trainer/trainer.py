@@ -31,7 +31,6 @@ from flowgrpo_rc.report.history import History
 from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.base import MeasuresMemory
-from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.run_folder import RunFolder, RunFolderError
 from flowgrpo_rc.trainer import launch
 from flowgrpo_rc.trainer.checkpoint import (
@@ -47,6 +46,7 @@ from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger, announcement
 from flowgrpo_rc.trainer.outputs import RunOutputs
+from flowgrpo_rc.trainer.preferences import PreferenceQueue
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue, image_numbers, noising_seeds
 from flowgrpo_rc.trainer.scoring import batch_advantages, best_and_worst, image_metrics, reward_statistics
 from flowgrpo_rc.trainer.setup import Run
@@ -114,7 +114,7 @@ class FlowGRPOTrainer:
         # The engine starts with the base model; even an untrained adapter has to arrive once.
         self.adapter.push(self.step)
         configured = ModeInForce.configured(config.actor_rollout_ref.actor)
-        self.rollouts = RolloutQueue(run, configured)
+        self.rollouts = (PreferenceQueue if config.data.preferences else RolloutQueue)(run, configured)
         rollout, prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
         bands = (run.clip_bands, run.rejection_bands)
         self.rescoring = Rescoring(rollout, configured, prompts, run.actor, self.adapter, *bands)
@@ -161,19 +161,16 @@ class FlowGRPOTrainer:
 
     def _rollout(self, request: BatchRequest) -> tuple[TensorDict, np.ndarray]:
         """The recorded steps and the images of the batch; its scoring receives images as they are finished."""
-        trajectories, held = self.rollouts.draw()
-        check_rollout(request.request, trajectories, self.run.model, held, self.config.actor_rollout_ref.rollout.dtype)
-        # Validation draws without a batch; a rollout records its steps.
-        assert trajectories.batch is not None
-        trajectories.batch[Key.GROUP] = request.group
+        batch, images = self.rollouts.draw()
+        batch[Key.GROUP] = request.group
         if self.mode.objective.clean:
             numbers = image_numbers(request.group, self.config.actor_rollout_ref.rollout.n)
             clean = self.config.actor_rollout_ref.actor.clean
             seeds = noising_seeds(self.config.rollout_seed, request.step, numbers, request.group, clean)
             asked = request.request
             size = (asked.conditioning.height, asked.conditioning.width)
-            noise_images(trajectories.batch, seeds, clean, self.run.model, size, asked.num_inference_steps)
-        return trajectories.batch, trajectories.images.numpy()
+            noise_images(batch, seeds, clean, self.run.model, size, asked.num_inference_steps)
+        return batch, images.numpy()
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample, and check that the engine used the requested adapter, schedule, guidance and noise."""
