@@ -3,7 +3,8 @@
     python benchmarks/clean_objectives.py --jobs 2 --seeds 1,2,3    # runs what is missing, then prints a table
 
 ``flow_grpo`` is the demo as it is, in bypass mode. The others have another objective, one optimizer step a batch, twice
-the learning rate, and noise levels of .3 and more; ``awm_own_noise`` does not share the noise of a prompt's images, and
+the learning rate, and noise levels of .3 and more. ``awm_own_noise`` does not share the noise of a prompt's images.
+``awm_lag`` draws every batch with the adapter of eight batches before; ``awm_lag_corrected`` has importance weights.
 ``awm_shuffled`` deals the rewards to the wrong images. Each final adapter then draws the held-out numbers in plain
 diffusers for two OCR engines: the reward's, and tesseract (must be installed), which had no part in training.
 Resumable, as ``training_runs.py`` says.
@@ -15,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from learning import COMMON, LOSS, NONE, RC, ROLLOUT
+from learning import COMMON, DECOUPLED_IS, LOSS, NONE, RC, ROLLOUT
 from machine import describe
 from second_ocr import held_out_numbers, second_ocr
 from training_runs import HERE, Overrides, Study, load, read_results, run_missing, write_results
@@ -39,11 +40,14 @@ SHUFFLED: Overrides = {
     "reward.functions.ocr": 0,
     "reward.custom_reward_function.path": "benchmarks/shuffled_ocr.py",
 }
+LATE: Overrides = {f"{ROLLOUT}.adapter_lag": 8}
 SETTINGS: dict[str, Overrides] = {
     "awm": objective("awm"),
     "flow_grpo": {f"{RC}.bypass_mode": True},
     "diffusion_nft": objective("diffusion_nft", mix_beta=0.1),
     "awm_own_noise": objective("awm") | {f"{ACTOR}.clean.shared_noise": False},
+    "awm_lag": objective("awm") | LATE,
+    "awm_lag_corrected": objective("awm") | DECOUPLED_IS | LATE,
     "awm_fp8": {**objective("awm"), f"{ROLLOUT}.quantization": "fp8"},
     "dpo": objective("dpo", dpo_beta=100.0),
     "awm_shuffled": objective("awm") | SHUFFLED,
@@ -63,10 +67,10 @@ def base_result() -> dict[str, Any]:
 
 def forwards(setting: str) -> float:
     """Transformer forwards of an image and batch, a backward counting as one: drawing, and forward and backward of two
-    SDE steps or places."""
+    SDE steps or places; importance weights add a scoring pass."""
     if setting == "dpo":
         return STEP_FORWARDS + 2 / 12 * 2 * 3  # best and worst of twelve, with a forward of the base
-    return STEP_FORWARDS + 2 * 2
+    return STEP_FORWARDS + 2 * 2 + 2 * (setting == "awm_lag_corrected")
 
 
 def main() -> int:
