@@ -10,7 +10,7 @@ each; resumable, as ``training_runs.py`` says. To add a setting, add an entry to
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -186,20 +186,31 @@ FINDING = {
 """Settings of the README's figure: the same rollouts rounded through float8, in three modes."""
 
 
-def plot_finding(runs: dict[str, list[dict]], path: Path) -> None:
-    """Held-out reward of ``FINDING``: each seed thin, the mean of the seeds thick."""
+def plot_curves(
+    runs: dict[str, list[dict]],
+    shown: dict[str, tuple[str, str]],
+    path: Path,
+    *,
+    unit: str = "step",
+    per_step: Callable[[str], float] = lambda setting: 1,
+) -> None:
+    """Held-out reward of the settings of ``shown``, with their labels and colours: each seed thin, the mean of the
+    seeds thick, over ``per_step(setting)`` units a step."""
     import matplotlib
 
     matplotlib.use("Agg", force=False)
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
-    for setting, (label, colour) in FINDING.items():
+    for setting, (label, colour) in shown.items():
+        each = per_step(setting)
         for run in runs[setting]:
-            axes.plot([int(s) for s in run["held_out"]], list(run["held_out"].values()), color=colour, linewidth=0.7)
+            places = [int(s) * each for s in run["held_out"]]
+            axes.plot(places, list(run["held_out"].values()), color=colour, linewidth=0.7)
         steps, means = mean_curve(runs[setting])
-        axes.plot(steps, means, color=colour, linewidth=2.4, label=f"{label}: {means[-1]:.2f}")
-    axes.set_xlabel("step")
+        places = [step * each for step in steps]
+        axes.plot(places, means, color=colour, linewidth=2.4, label=f"{label}: {means[-1]:.2f}")
+    axes.set_xlabel(unit)
     axes.set_ylabel("held-out reward")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower left", frameon=False)
@@ -234,7 +245,7 @@ def main() -> int:
         write_table(PAGE, RESULTS, table(runs))
         plot(runs, PLOT)
         if FINDING.keys() <= runs.keys():
-            plot_finding(runs, PLOT.with_name("finding.png"))
+            plot_curves(runs, FINDING, PLOT.with_name("finding.png"))
     elif runs:
         print(table(runs))
     return 1 if failed else 0
