@@ -227,6 +227,11 @@ class FlowGRPOConfig(Section):
                 f"data.preferences: got files with loss_mode={objective.name}, which does not learn from pairs; set "
                 "actor_rollout_ref.actor.diffusion_loss.loss_mode=dpo, or leave them out"
             )
+        if self.reward.normalization is not None:
+            yield (
+                f"reward.normalization: got {self.reward.normalization} with data.preferences, which no reward scores; "
+                "set it to null"
+            )
         late = {"ahead": rollout.ahead, "adapter_lag": rollout.adapter_lag}
         for name, value, plain in (("n", rollout.n, 2), *((name, value, 0) for name, value in late.items())):
             if value != plain:
