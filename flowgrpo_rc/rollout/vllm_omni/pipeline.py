@@ -155,7 +155,7 @@ def merged(images: Sequence[RolloutRequest]) -> RolloutRequest:
         conditioning=replace(first.conditioning, prompts=prompts, negative=negative),
         prompt_index=torch.arange(len(images)),
         seeds=[image.seeds[0] for image in images],
-        start_seeds=None if first.start_seeds is None else [image.start_seeds[0] for image in images],
+        start_seeds=[seed for image in images for seed in image.start_seeds or ()] or None,
         window_starts=starts,
     )
 
