@@ -56,6 +56,9 @@ class RolloutRequest:
     finishes all images at once need not call it."""
     request_id: str = field(default_factory=lambda: uuid4().hex)
     """Name of the request, by which its results are found."""
+    start_seeds: Sequence[int] | None = None
+    """Seed of each image's starting noise, where images of a prompt share theirs; ``None`` takes it from ``seeds``. An
+    engine computes the steps that such images have in common once: all up to their first stochastic step."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class Echo:
     """The version of the adapter that drew the images."""
     adapter_digest: str
     """``adapter_digest`` of the weights that drew the images."""
+    start_seeds: tuple[int, ...] | None = None
+    """Seed of each image's starting noise; ``None`` if it comes from ``seeds``."""
 
 
 @dataclass(frozen=True)
@@ -205,10 +210,15 @@ def rows_of(request: RolloutRequest, rows: Tensor) -> RolloutRequest:
         conditioning=request.conditioning.rows(prompts, torch.device("cpu")),
         prompt_index=index,
         seeds=list(request.seeds[first : first + len(rows)]),
+        start_seeds=None if request.start_seeds is None else list(request.start_seeds[first : first + len(rows)]),
         window_starts=None if starts is None else starts[rows].cpu(),
         on_images=None,
         request_id=f"{request.request_id}/{first}",
     )
+
+
+OF_IMAGES = ("request_id", "window_starts", "seeds", "start_seeds")
+"""Fields of an echo that differ from image to image."""
 
 
 def joined(request: RolloutRequest, parts: Sequence[Trajectories]) -> Trajectories:
@@ -219,7 +229,7 @@ def joined(request: RolloutRequest, parts: Sequence[Trajectories]) -> Trajectori
     """
     echoes = [part.echo for part in parts]
     first = echoes[0]
-    for name in (f.name for f in fields(Echo) if f.name not in ("request_id", "window_starts", "seeds")):
+    for name in (f.name for f in fields(Echo) if f.name not in OF_IMAGES):
         one = getattr(first, name)
         for other in (getattr(echo, name) for echo in echoes[1:]):
             if not (torch.equal(one, other) if isinstance(one, Tensor) else one == other):
@@ -234,6 +244,8 @@ def joined(request: RolloutRequest, parts: Sequence[Trajectories]) -> Trajectori
         seeds=tuple(seed for one in echoes for seed in one.seeds),
         window_starts=torch.cat(starts) if starts else None,
     )
+    if first.start_seeds is not None:
+        echo = replace(echo, start_seeds=tuple(seed for one in echoes for seed in one.start_seeds or ()))
     batches = [part.batch for part in parts if part.batch is not None]
     names = batches[0].exclude(Key.PROMPT_INDEX).keys() if batches else ()
     record = {name: torch.cat([batch[name] for batch in batches]) for name in names}

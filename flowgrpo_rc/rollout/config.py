@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -83,6 +84,10 @@ class RolloutAlgoConfig(Section):
     sde_window_seed: NonNegativeInt | None = None
     """With ``sample_strategy=random``, a seed from which one place for the whole batch is drawn at every step, as
     verl-omni's MixGRPO does. Null draws a place for every prompt, from the rollouts' seed."""
+
+    init_same_noise: bool = False
+    """The images of a prompt start from one noise and differ by the noise of their stochastic steps alone. Every step
+    up to the first stochastic one is then computed once for a prompt."""
 
     def problems(self) -> Iterator[str]:
         """A noise level that the kind of step does not take."""
@@ -376,6 +381,18 @@ class RolloutConfig(Section):
     def staleness(self) -> int:
         """How many batches the adapter that draws is older than the actor's, once so many have been learned from."""
         return max(self.ahead, self.adapter_lag)
+
+    @property
+    def forwards_per_image(self) -> float:
+        """Denoising steps that are computed for an image; those that images of a prompt have in common count once for
+        every micro-batch of theirs."""
+        steps = self.pipeline.num_inference_steps
+        if not self.algo.init_same_noise:
+            return float(steps)
+        window = self.window
+        # Windows start at ``first`` to ``stop - size``, all equally likely.
+        common = (window.first + window.stop - window.size) / 2 + 1
+        return steps - common * (1 - math.ceil(self.n / self.micro_batch_size) / self.n)
 
     @property
     def window(self) -> SDEWindow:

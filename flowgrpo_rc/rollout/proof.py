@@ -74,10 +74,11 @@ def check_rollout(
     latents = trajectories.batch[Key.LATENTS]
     # Only windows from the first step on record the starting noise.
     for row in (request.window_starts == 0).nonzero().flatten().tolist():
-        generator = torch.Generator().manual_seed(request.seeds[row])
+        seed = (request.start_seeds or request.seeds)[row]
+        generator = torch.Generator().manual_seed(seed)
         if not torch.equal(model.initial_noise(generator, cond.height, cond.width), latents[row, 0]):
             raise RolloutSyncError(
-                f"starting noise: row {row} does not start from the noise of its seed {request.seeds[row]}; "
+                f"starting noise: row {row} does not start from the noise of its seed {seed}; "
                 f"{_ORDER_CAUSE}, or draw from the request's seeds"
             )
 
@@ -107,6 +108,9 @@ def check_echo(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
     stochastic = request.window_starts is not None
     _check("request id", echo.request_id, request.request_id, _ORDER_CAUSE)
     _check("seeds", list(echo.seeds), list(request.seeds), f"it drew from streams of its own, or {_ORDER_CAUSE}")
+    shared = None if request.start_seeds is None else list(request.start_seeds)
+    found = None if echo.start_seeds is None else list(echo.start_seeds)
+    _check("start_seeds", found, shared, f"it drew from streams of its own, or {_ORDER_CAUSE}")
     _check_floats("sigmas", echo.sigmas, schedule.sigmas, _SCHEDULE_CAUSE)
     _check_floats("timesteps", echo.timesteps, schedule.timesteps, _SCHEDULE_CAUSE)
     _check("true_cfg_scale", echo.true_cfg_scale, true_cfg_scale, _GUIDANCE_CAUSE)

@@ -43,6 +43,7 @@ class RequestSampler:
         self._window_size = 0 if request.window_starts is None else request.window_size
         # Collected micro-batch by micro-batch for the echo.
         self._seeds: list[int] = []
+        self._start_seeds: list[int] = []
         # For each micro-batch, (N, b): the noise level of every step and image.
         self._noise_levels: list[Tensor] = []
 
@@ -71,6 +72,7 @@ class RequestSampler:
         self._noise_levels.append(torch.where(record.stochastic, request.noise_level, 0.0))
         noise_levels = onto(self._noise_levels[-1], self._device)
         noise = onto(self._noise(rows, cond), self._device)
+        shared = self._shared(rows, starts)
         latents = noise[:, 0]
         # The flags are on the host, so that the loop never waits for the device.
         for step, any_stochastic in enumerate(record.stochastic.any(1).tolist()):
@@ -78,7 +80,7 @@ class RequestSampler:
             t = self._timesteps[step].expand(len(rows))
             sigma = self._sigmas[step].expand(len(rows))
             next_sigma = self._sigmas[step + 1].expand(len(rows))
-            velocity = self._model.velocity(self._transformer, latents, t, cond)
+            velocity = self._velocity(latents, t, cond, shared[step])
             distribution = transition(
                 latents, velocity, sigma, next_sigma, noise_level=noise_levels[step], sde_type=request.sde_type
             )
@@ -110,6 +112,33 @@ class RequestSampler:
         scalars = dict(zip(SCALARS, kept.pop("scalars").unbind(2), strict=True))
         return images, {Key.LATENTS: states[:, :-1], Key.NEXT_LATENTS: states[:, 1:], **scalars, **kept}
 
+    def _shared(self, rows: Tensor, starts: Int[Tensor, " b"]) -> list[tuple[Tensor, Tensor] | None]:
+        """For each step the images that are computed, on the host, and the place of every image among them; ``None``
+        where all are computed. Images of a prompt with one starting noise are equal until they get the noise of their
+        first stochastic step."""
+        request = self._request
+        if request.start_seeds is None or request.window_starts is None:
+            return [None] * len(self._timesteps)
+        seeds = torch.tensor([request.start_seeds[row] for row in rows.tolist()])
+        keys = torch.stack([request.prompt_index[rows].cpu(), seeds, starts], 1)
+        _, group = keys.unique(dim=0, return_inverse=True)
+        own = torch.arange(len(rows))
+        first = torch.stack([own[group == one].min() for one in group.tolist()])
+        plan: list[tuple[Tensor, Tensor] | None] = []
+        for step in range(len(self._timesteps)):
+            computed, place = torch.where(step <= starts, first, own).unique(return_inverse=True)
+            plan.append(None if len(computed) == len(rows) else (computed, onto(place, self._device)))
+        return plan
+
+    def _velocity(self, latents: Tensor, t: Tensor, cond: Conditioning, shared: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The velocity of every image; equal images are computed once."""
+        if shared is None:
+            return self._model.velocity(self._transformer, latents, t, cond)
+        computed, place = shared
+        picked = onto(computed, self._device)
+        some = cond.rows(computed, self._device)
+        return self._model.velocity(self._transformer, latents[picked], t[picked], some)[place]
+
     def _noise(self, rows: Tensor, cond: Conditioning) -> Tensor:
         """``(b, 1 + W, *L)`` on the host: each image's starting noise and that of its stochastic steps."""
         # One stream an image on the host gives the same numbers on every device and in every batch. Each draw is a
@@ -119,7 +148,11 @@ class RequestSampler:
             # On the host: a device's generator gives other numbers for the same seed.
             generator = torch.Generator().manual_seed(self._request.seeds[row])
             self._seeds.append(generator.initial_seed())
-            start = self._model.initial_noise(generator, cond.height, cond.width)
+            first = generator
+            if self._request.start_seeds is not None:
+                first = torch.Generator().manual_seed(self._request.start_seeds[row])
+                self._start_seeds.append(first.initial_seed())
+            start = self._model.initial_noise(first, cond.height, cond.width)
             draws = [torch.randn(start.shape, generator=generator) for _ in range(self._window_size)]
             noise.append(torch.stack([start, *draws]))
         return torch.stack(noise)
@@ -141,6 +174,7 @@ class RequestSampler:
             window_starts=stochastic.argmax(0) if stochastic.any() else None,
             window_size=int(stochastic.sum(0).max()),
             seeds=tuple(self._seeds),
+            start_seeds=None if self._request.start_seeds is None else tuple(self._start_seeds),
             dtype=dtype_name(compute_dtype(self._transformer)),
             adapter_version=adapter_version,
             adapter_digest=adapter_digest,

@@ -14,6 +14,7 @@ WINDOW = 1
 VALIDATION = 2
 PROBE = 3
 NOISING = 4
+START = 5
 
 
 def seed_for(seed: int, purpose: int, step: int, index: int) -> int:

@@ -277,6 +277,11 @@ class FlowGRPOConfig(Section):
                 )
         if self.data.preferences:
             yield from self._preference_problems(rollout)
+        if objective.clean and rollout.algo.init_same_noise:
+            yield (
+                f"actor_rollout_ref.rollout.algo.init_same_noise: got true with loss_mode={loss.loss_mode}, whose "
+                "rollouts have no stochastic step, so that all images of a prompt would be the same; set it to false"
+            )
         if objective.clean and self.algorithm.rejection_aware_baseline:
             yield (
                 f"algorithm.rejection_aware_baseline: got true with loss_mode={loss.loss_mode}, whose images are "

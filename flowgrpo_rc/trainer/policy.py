@@ -24,7 +24,7 @@ from flowgrpo_rc.models.prompts import check_length
 from flowgrpo_rc.prompt import Prompt, as_prompt
 from flowgrpo_rc.rollout import RolloutConfig, RolloutRequest, build_engine
 from flowgrpo_rc.rollout.proof import check_rollout
-from flowgrpo_rc.rollout.seeds import IMAGE, WINDOW, generator_for, seed_for
+from flowgrpo_rc.rollout.seeds import IMAGE, START, WINDOW, generator_for, seed_for
 from flowgrpo_rc.sde import draw_window_start
 from flowgrpo_rc.section import convert
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
@@ -159,6 +159,8 @@ class ImagePolicy:
                 "sde_type": self._rollout.algo.sde_type,
                 "record_means": self._mode.bypasses and self._mode.objective.needs_old_means,
             }
+            if self._rollout.algo.init_same_noise:
+                window["start_seeds"] = [seed_for(seed, START, 0, one) for one in group.tolist()]
         request = RolloutRequest(
             conditioning=condition(self.model, self._encoder, PromptSet(records, pipeline)),
             prompt_index=group,

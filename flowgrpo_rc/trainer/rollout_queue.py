@@ -16,7 +16,7 @@ from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.rollout import RolloutPool, RolloutRequest
 from flowgrpo_rc.rollout.pool import PendingRollout
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
-from flowgrpo_rc.rollout.seeds import IMAGE, NOISING, WINDOW, generator_for, seed_for
+from flowgrpo_rc.rollout.seeds import IMAGE, NOISING, START, WINDOW, generator_for, seed_for
 from flowgrpo_rc.sde import draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.scoring import RolloutScoring
 from flowgrpo_rc.trainer.setup import Run
@@ -138,6 +138,7 @@ class RolloutQueue:
                 "noise_level": rollout.algo.noise_level,
                 "sde_type": rollout.algo.sde_type,
                 "record_means": self._record_means,
+                "start_seeds": self._start_seeds(step, group) if rollout.algo.init_same_noise else None,
             }
         request = RolloutRequest(
             conditioning=run.conditioning(prompts, rollout.pipeline),
@@ -151,6 +152,10 @@ class RolloutQueue:
         overlaps = run.config.reward.overlap
         scoring = RolloutScoring(self._reward, records, rollout.micro_batch_size, overlaps=overlaps, ahead=ahead)
         return BatchRequest(step, prompts, group, request, scoring)
+
+    def _start_seeds(self, step: int, group: Int[Tensor, " B"]) -> list[int]:
+        """Seeds of the starting noise that the images of a prompt share."""
+        return [seed_for(self._run.config.rollout_seed, START, step, one) for one in group.tolist()]
 
     def window_starts(self, groups: list[int], step: int) -> list[int]:
         """First stochastic step of each prompt group of a step's batch."""

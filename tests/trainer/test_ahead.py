@@ -48,7 +48,7 @@ MODES = {
         "actor_rollout_ref.actor.diffusion_loss.loss_mode=awm",
         "actor_rollout_ref.actor.diffusion_loss.clip_ratio=1e-3",
     ),
-    "guided": (f"{R}.pipeline.true_cfg_scale=2.0", f"{R}.dtype=float32"),
+    "guided": (f"{R}.pipeline.true_cfg_scale=2.0", f"{R}.dtype=float32", f"{R}.algo.init_same_noise=true"),
 }
 
 

@@ -117,7 +117,14 @@ class Rollout:
             # Copies, because each result is pickled by itself, and a view would take all of its storage along.
             batch = batch_of({name: tensor[i : i + 1].clone() for name, tensor in record.items()}, image)
             starts = None if echo.window_starts is None else echo.window_starts[i : i + 1].clone()
-            own = replace(echo, request_id=image.request_id, window_starts=starts, seeds=echo.seeds[i : i + 1])
+            shared = None if echo.start_seeds is None else echo.start_seeds[i : i + 1]
+            own = replace(
+                echo,
+                request_id=image.request_id,
+                window_starts=starts,
+                seeds=echo.seeds[i : i + 1],
+                start_seeds=shared,
+            )
             answer = Trajectories(pixels[i : i + 1].clone(), batch, own)
             results.append(DiffusionOutput(output={"payload": {"image": []}, "metadata": {EXTRA: answer}}))
         return results
@@ -148,6 +155,7 @@ def merged(images: Sequence[RolloutRequest]) -> RolloutRequest:
         conditioning=replace(first.conditioning, prompts=prompts, negative=negative),
         prompt_index=torch.arange(len(images)),
         seeds=[image.seeds[0] for image in images],
+        start_seeds=[seed for image in images for seed in image.start_seeds or ()] or None,
         window_starts=starts,
     )
 
