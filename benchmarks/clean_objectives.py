@@ -101,7 +101,9 @@ def main() -> int:
     if arguments.report:
         runs = load(["base", *SETTINGS], RESULTS)
         write_table(PAGE, RESULTS, table(runs))
-        plot_curves(runs, SHOWN, PLOT, unit="transformer forwards for each image of a batch", per_step=forwards)
+        plot_curves(
+            runs, SHOWN, PLOT, unit="transformer forwards an image, added up over the batches", per_step=forwards
+        )
         return 0
     study = Study(SETTINGS, COMMON | {"trainer.test_freq": 10}, RESULTS, STEPS, after_training)
     if not load(["base"], RESULTS):

@@ -213,7 +213,7 @@ def plot_curves(
     axes.set_xlabel(unit)
     axes.set_ylabel("held-out reward")
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower left", frameon=False)
+    axes.legend(loc="best", frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
