@@ -53,6 +53,12 @@ class NoiseLevels:
     """
 
     def __init__(self, config: CleanImagesConfig, schedule: Float[Tensor, " N"]) -> None:
+        steps = len(schedule) - 1
+        if config.distribution == "steps" and config.places > steps:
+            raise ValueError(
+                f"{config.section}.places: got {config.places} with distribution=steps, but a rollout has {steps} "
+                f"steps; give at most {steps}"
+            )
         self._config = config
         self._schedule = schedule.double().flip(0).numpy()
         low, high = config.range

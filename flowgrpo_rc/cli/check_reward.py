@@ -67,10 +67,11 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _first_rows(data: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Prompts and other columns of ``data.train_files``, as many as there are pictures; none without files."""
+    """Prompts and other columns of ``data.train_files``, as many as there are pictures; none without files. Where pairs
+    are learned from, only validation is scored."""
     from flowgrpo_rc.data.prompts import read_prompt_files
 
-    records = read_prompt_files(data.train_files, data.prompt_key, 4)
+    records = read_prompt_files(data.val_files if data.preferences else data.train_files, data.prompt_key, 4)
     return [(record.prompt, record.metadata) for record in records]
 
 

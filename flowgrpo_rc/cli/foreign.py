@@ -161,7 +161,11 @@ def _changes_nothing(condition: str | None, value: Any, tree: Mapping[str, Any])
             names = ("direct_preference", "diffusion_nft_model", "diffusion_dpo_model")
             return value in names and _objective(tree) in ("diffusion_nft", "dpo")
         case "draws_with_old":
-            return value in (None, "default", ["default"]) or (value in ("old", ["default", "old"]) and _is_clean(tree))
+            if value in ("default", ["default"]):
+                return not _averages_old_policy(tree)
+            return value is None or (value in ("old", ["default", "old"]) and _is_clean(tree, needs_old=True))
+        case "pairs_of_files":
+            return value == "offline" and bool(tree.get("data.preferences"))
         case "known_family":
             return value in (None, *FAMILIES)
         case "own_reward_manager":
@@ -190,10 +194,20 @@ def _objective(tree: Mapping[str, Any]) -> Any:
     return tree.get(f"{_ACTOR}.diffusion_loss.loss_mode", tree.get(_ALGORITHM, DEFAULT))
 
 
-def _is_clean(tree: Mapping[str, Any]) -> bool:
-    """The settings name an objective on clean images."""
+def _is_clean(tree: Mapping[str, Any], *, needs_old: bool = False) -> bool:
+    """The settings name an objective on clean images, with ``needs_old`` one that has an old policy."""
     objective = _objective(tree)
-    return isinstance(objective, str) and objective in OBJECTIVES and OBJECTIVES[objective].clean
+    if not isinstance(objective, str) or objective not in OBJECTIVES:
+        return False
+    return OBJECTIVES[objective].clean and (OBJECTIVES[objective].needs_old or not needs_old)
+
+
+def _averages_old_policy(tree: Mapping[str, Any]) -> bool:
+    """The settings ask for an old policy that follows the actor slowly."""
+    decay, schedule, interval = (
+        tree.get(f"algorithm.old_policy_{name}") for name in ("decay", "decay_schedule", "update_interval")
+    )
+    return interval not in (None, 1) or (schedule not in (None, "copy") if decay is None else decay != 0)
 
 
 @cache
@@ -328,6 +342,9 @@ class Translation:
             self._move(key, value, row)
         elif row.action == "delete":
             self.refusals.add("delete", key, row.reason)
+        elif row.action == "rename" and row.only and value not in row.values:
+            names = ", ".join(map(str, row.values))
+            self.refusals.wrong(f"{key}: got {show(value)}; {row.to} has one of {names}")
         elif row.action == "rename":
             here = override(row.target(key), row.spelled(value))
             self.refusals.add("instead", here, f"for {override(key, value)}: {row.reason}")

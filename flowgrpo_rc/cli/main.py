@@ -209,19 +209,20 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _actor(arguments: argparse.Namespace) -> Any:
-    """The actor of a YAML file under the overrides; an override without a section is a key of the correction."""
+def _composed(arguments: argparse.Namespace) -> Any:
+    """A YAML file under the overrides; an override without a section is a key of the correction."""
     from flowgrpo_rc.cli.compose import compose
 
     full = [
         text if "." in text.partition("=")[0] else f"algorithm.rollout_correction.{text}"
         for text in arguments.overrides
     ]
-    return compose(arguments.config_name or BASE_CONFIG, full, arguments.config_dir).actor_rollout_ref.actor
+    return compose(arguments.config_name or BASE_CONFIG, full, arguments.config_dir)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
+    from flowgrpo_rc.correction import RolloutCorrectionConfig
+    from flowgrpo_rc.correction.options.explanation import CleanImages, explain
     from flowgrpo_rc.correction.options.quoting import read_value
 
     # As a run takes them, too: algorithm.rollout_correction.bypass_mode=true.
@@ -234,8 +235,10 @@ def _explain(arguments: argparse.Namespace) -> int:
         if arguments.config_name is None and arguments.config_dir is None:
             result = explain(RolloutCorrectionConfig.from_dict({k: read_value(k, v) for k, _, v in pairs}))
         else:
-            actor = _actor(arguments)
-            result = explain(actor.rollout_correction, clean=actor.diffusion_loss.objective.clean)
+            config = _composed(arguments)
+            objective = config.actor_rollout_ref.actor.diffusion_loss.objective
+            clean = CleanImages(objective.needs_old, objective.has_limit, config.algorithm.averages_old_policy)
+            result = explain(config.rollout_correction, clean if objective.clean else None)
     except TypeError as error:
         # A value of a wrong type is a refusal here, not a bug.
         raise ValueError(str(error)) from error

@@ -73,13 +73,14 @@ def float32_deviation(history: History) -> Measurement | None:
 
 def clipped(metric: str):
     """A recent clip fraction, if the objective clips."""
-    return lambda history: recent_mean(metric)(history) if history.clips else None
+    return lambda history: recent_mean(metric)(history) if history.clips and not history.averages_old_policy else None
 
 
 def clipped_first(history: History) -> Measurement | None:
     """The share that the gap alone puts beyond the objective's limit."""
     limit = history.mode.objective.limit
-    if not history.mode.has_limit:
+    # On clean images no engine's log-prob enters a ratio.
+    if not history.mode.has_limit or history.mode.objective.clean:
         return None
     # The metric is the share itself, and rescoring logs the same share in decoupled mode.
     if limit.share_per_metric == 1:

@@ -30,7 +30,7 @@ def scatter(values: tuple[float, ...]) -> float:
 def reward_unit(history: History, series: Series) -> float:
     """The rewards' standard deviation within a batch, the unit of falls; without it, the rewards' own size."""
     # Falls are comparable between rewards only in units of their spread within a batch.
-    within = history.series("reward/std")
+    within = None if history.learns_from_preferences else history.series("reward/std")
     if within is not None:
         return within.mean or 1.0
     return max(abs(series.mean), pstdev(series.values)) or 1.0
@@ -80,7 +80,7 @@ def held_out_fall(history: History) -> Measurement:
 def _held_out_advice(history: History) -> str | None:
     """The training reward of the same time separates the two causes."""
     rewards = history.series(*REWARD)
-    if rewards is None or len(rewards) < ENOUGH:
+    if rewards is None or len(rewards) < ENOUGH or history.learns_from_preferences:
         return None
     first, _, last = thirds(rewards)
     if last.mean > first.mean:
@@ -108,7 +108,7 @@ def policy_shift(history: History) -> Measurement | None:
     """The mean log ratio to the old policy, in half widths of the clip band."""
     series = history.require("actor/ppo_kl")
     width = history.clip_width
-    if not width or not history.clips_the_ratio:
+    if not width or not history.clips_the_ratio or history.averages_old_policy:
         return None
     says = f"actor/ppo_kl is {number(series.mean)} {span_words(series.span)}, the clip band {number(width)}"
     return Measurement(abs(series.mean) / width, series.metric, series.span, says)

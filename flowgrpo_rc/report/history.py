@@ -215,6 +215,19 @@ class History:
         sde_type = SDE_TYPES.get(str(self.setting(f"{ROLLOUT}.algo.sde_type")))
         return (sde_type is None or sde_type.log_prob_is_density) and not self.mode.objective.clean
 
+    @property
+    def averages_old_policy(self) -> bool:
+        """The old policy is an average of the actor, which may be far away on purpose."""
+        decay, schedule, interval = (
+            self.setting(f"algorithm.old_policy_{name}") for name in ("decay", "decay_schedule", "update_interval")
+        )
+        return (interval or 1) > 1 or (schedule not in (None, "copy") if decay is None else decay > 0)
+
+    @property
+    def learns_from_preferences(self) -> bool:
+        """The rewards of the training are 1 and 0 for the images of a file's pairs."""
+        return bool(self.setting("data.preferences"))
+
     # ------------------------------------------------------------------ the mode in force
 
     @functools.cached_property

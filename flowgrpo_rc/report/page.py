@@ -255,12 +255,13 @@ def _limit(history: History) -> str:
 
 def _correction(history: History) -> list[tuple[str, str]]:
     """``explain`` of the rollout correction, one pair per line; a refused section is quoted."""
-    from flowgrpo_rc.correction import explain
+    from flowgrpo_rc.correction.options.explanation import CleanImages, explain
 
     mode = history.configured_mode
     if mode is None:
         return [("Correction", f"{history.setting('algorithm.rollout_correction')}, which this version refuses")]
-    lines = explain(mode.rollout_correction, clean=mode.objective.clean).text.splitlines()
+    clean = CleanImages(mode.objective.needs_old, mode.objective.has_limit, history.averages_old_policy)
+    lines = explain(mode.rollout_correction, clean if mode.objective.clean else None).text.splitlines()
     return [(name, value.strip()) for name, _, value in (line.partition(":") for line in lines)]
 
 

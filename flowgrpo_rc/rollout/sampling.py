@@ -114,13 +114,13 @@ class RequestSampler:
 
     def _shared(self, rows: Tensor, starts: Int[Tensor, " b"]) -> list[tuple[Tensor, Tensor] | None]:
         """For each step the images that are computed, on the host, and the place of every image among them; ``None``
-        where all are computed. Images of a prompt with one starting noise are equal until they get the noise of their
-        first stochastic step."""
+        where all are computed. Images with one starting noise are of one prompt, and equal until they get the noise of
+        their first stochastic step."""
         request = self._request
         if request.start_seeds is None or request.window_starts is None:
             return [None] * len(self._timesteps)
         seeds = torch.tensor([request.start_seeds[row] for row in rows.tolist()])
-        keys = torch.stack([request.prompt_index[rows].cpu(), seeds, starts], 1)
+        keys = torch.stack([seeds, starts], 1)
         _, group = keys.unique(dim=0, return_inverse=True)
         own = torch.arange(len(rows))
         first = torch.stack([own[group == one].min() for one in group.tolist()])

@@ -304,7 +304,7 @@ def check_fingerprint(own: Mapping[str, Any], saved: Mapping[str, Any], folder: 
             what += f"{here[key]!r} here). Give the same in reward.{name}'s settings"
         elif part == "references":
             what = f"was trained with other reference images ({there[key] or 'none'} there, {here[key] or 'none'} "
-            what += "here). Give the images of data.train_files as they were"
+            what += "here). Give the images of data.train_files or data.preferences as they were"
         raise CheckpointError(f"{folder} {what}, or use trainer.resume_mode=disable to start afresh")
 
 

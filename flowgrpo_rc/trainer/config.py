@@ -232,6 +232,11 @@ class FlowGRPOConfig(Section):
                 f"reward.normalization: got {self.reward.normalization} with data.preferences, which no reward scores; "
                 "set it to null"
             )
+        if self.trainer.rollout_data_dir is not None:
+            yield (
+                f"trainer.rollout_data_dir: got {self.trainer.rollout_data_dir} with data.preferences, whose images "
+                "are in files already; set it to null"
+            )
         late = {"ahead": rollout.ahead, "adapter_lag": rollout.adapter_lag}
         for name, value, plain in (("n", rollout.n, 2), *((name, value, 0) for name, value in late.items())):
             if value != plain:

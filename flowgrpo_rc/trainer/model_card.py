@@ -19,8 +19,8 @@ _CARD = """---
 
 # {name}
 
-A LoRA for `{base}`, trained by online reinforcement learning (Flow-GRPO) for the reward *{reward}*. It acts at full
-strength: scale 1, whatever a program reads of its metadata.{average}
+A LoRA for `{base}`, trained {how}. It acts at full strength: scale 1, whatever a
+program reads of its metadata.{average}
 
 ```python
 from diffusers import {pipeline}
@@ -35,10 +35,10 @@ image = pipe({arguments}).images[0]
 | | |
 |---|---|
 | prompts | {prompts} from {files} |
-| batches | {steps} of {images} images, {size}, {denoising} denoising steps |
+| batches | {steps} of {images} images, {size} |
 | LoRA | rank {rank}, alpha {alpha} |
 | optimizer | AdamW, learning rate {lr:g} |
-| rollouts | {engine} in {dtype} |
+| images | {drawn} |
 | rollout correction | {correction} |
 
 ## Evaluation
@@ -81,11 +81,18 @@ def model_card(
         load = 'pipe.load_lora_weights("lora")'
     decay = parts.actor.ema_decay
     pipeline = rollout.pipeline
+    objective = parts.actor.diffusion_loss.objective
+    how = f"by online reinforcement learning (`{objective.name}`) for the reward *{config.reward.in_words()}*"
+    precision = rollout.dtype + (f", {rollout.quantization} weights" if rollout.quantization else "")
+    drawn = f"drawn by {rollout.name} in {precision}, {pipeline.num_inference_steps} denoising steps"
+    if config.data.preferences:
+        how = f"by `{objective.name}` on pairs of a preferred and a rejected image"
+        drawn = "the pairs of the files"
     return _CARD.format(
         metadata=metadata.to_yaml(),
         name=f"{config.trainer.experiment_name}: LoRA",
         base=path,
-        reward=config.reward.in_words(),
+        how=how,
         average=f" These are the moving averages of its weights (decay {decay:g})." if averaged else "",
         pipeline=name,
         path=resolve_asset(path),
@@ -98,12 +105,10 @@ def model_card(
         steps=rows[-1]["step"] if rows else 0,
         images=config.data.train_batch_size * rollout.n,
         size=f"{pipeline.width} x {pipeline.height} pixels",
-        denoising=pipeline.num_inference_steps,
         rank=parts.model.lora_rank,
         alpha=parts.model.lora_alpha,
         lr=parts.actor.optim.lr,
-        engine=rollout.name,
-        dtype=rollout.dtype + (f", {rollout.quantization} weights" if rollout.quantization else ""),
+        drawn=drawn,
         correction=in_force(config.rollout_correction),
         evaluation=_evaluation(rows, rollout.validation_pipeline),
     )

@@ -1,7 +1,5 @@
 """Batches of recorded preferences, in place of images that an engine draws."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from jaxtyping import UInt8
@@ -12,14 +10,9 @@ from torch import Tensor
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.prompt import ReferenceImage
-from flowgrpo_rc.rewards import RewardMix
+from flowgrpo_rc.rewards.preference import preference_reward
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue
 from flowgrpo_rc.trainer.setup import Run
-
-
-def preference(images: np.ndarray, prompts: list[str], **_: Any) -> list[float]:
-    """1 for the chosen image of every pair and 0 for the rejected one."""
-    return [1.0, 0.0] * (len(images) // 2)
 
 
 def pixels_of(image: ReferenceImage, height: int, width: int) -> UInt8[np.ndarray, "H W 3"]:
@@ -32,7 +25,7 @@ class PreferenceQueue(RolloutQueue):
 
     def __init__(self, run: Run, mode: ModeInForce) -> None:
         super().__init__(run, mode)
-        self._reward = RewardMix({"preference": preference}, {"preference": 1.0})
+        self._reward = preference_reward()
 
     def _submit(self, batch: BatchRequest) -> None:
         """Nothing is drawn."""

@@ -27,6 +27,7 @@ from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
 from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
 from flowgrpo_rc.rewards.mix import try_own
+from flowgrpo_rc.rewards.preference import preference_reward
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories, build_engine
 from flowgrpo_rc.rollout.build import check_engine, check_placement
 from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig, Share
@@ -73,7 +74,9 @@ class Run:
             self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)
         for one in self.prompt_sets:
             check_numbers(pipeline_class, one.records)
-        self.reward = build_reward(config.reward)
+        # Of pairs of a file no image is scored, and without validation none at all.
+        scores = not trains or not data.preferences or bool(self.val_prompts)
+        self.reward = build_reward(config.reward) if scores else preference_reward()
         self.observers: RewardMix | None = None
         """Scorers of validation images that do not enter the reward; ``None`` without any."""
         try:
@@ -96,7 +99,7 @@ class Run:
         trainer = config.trainer
         lora = config.actor_rollout_ref.model
         # Observers may use the reward model's server, which the reward has started.
-        self.observers = build_observers(config.reward, self.reward.server)
+        self.observers = build_observers(config.reward, self.reward.server) if self.val_prompts else None
         # Preferences are not scored.
         unscored = self.train_prompts if config.data.preferences else None
         scored = [(self.reward, one) for one in self.prompt_sets if one.records is not unscored]
@@ -200,7 +203,8 @@ class Run:
         steps = self.total_steps * self.config.mini_batches * parts.actor.ppo_epochs
         self.actor = build_actor(self.model, parts.model, parts.rollout, parts.actor, self.accelerator, steps)
         algorithm, rollout = self.config.algorithm, parts.rollout
-        decay = algorithm.old_decay if algorithm.averages_old_policy else None
+        # Without training the adapters that an engine gets have nothing to do with each other.
+        decay = algorithm.old_decay if self._trains and algorithm.averages_old_policy else None
         self.adapter = AdapterSync(self.engine, self.actor, rollout.staleness, rollout.ahead, decay)
 
 

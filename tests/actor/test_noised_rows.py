@@ -86,6 +86,11 @@ def test_places_at_steps_of_the_rollout():
     assert all(len(row.unique()) == 3 for row in drawn)
 
 
+def test_more_places_than_steps_are_refused():
+    with pytest.raises(ValueError, match=r"clean.places: got 3 with distribution=steps, but a rollout has 2 steps"):
+        NoiseLevels(CleanImagesConfig(places=3, distribution="steps"), torch.tensor([1.0, 0.5, 0.0]))
+
+
 def test_noise_is_that_of_its_seed(rig):
     """Whatever other images there are; equal seeds share levels and noise."""
     batch = rig.batch

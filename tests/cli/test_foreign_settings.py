@@ -105,6 +105,30 @@ def test_scripts_of_clean_image_objectives_compose():
     assert "images are paired with" in refused("algorithm.paired_preference=true")
 
 
+def test_who_draws_and_who_learns_from_files(tmp_path):
+    """verl-omni's adapter that draws, where that differs from the one here, and its offline DPO."""
+    nft = ("algorithm.rollout_correction=null", f"{A}.diffusion_loss.loss_mode=diffusion_nft")
+    adapter = f"{R}.rollout_adapter"
+    assert adapter in refused(*nft, f"{adapter}=default", "algorithm.old_policy_decay_schedule=linear_to_0_5")
+    assert adapter in refused(*nft[:1], f"{A}.diffusion_loss.loss_mode=dpo", f"{adapter}=old")
+    compose("flowgrpo_trainer", [*nft, f"{adapter}=old", "algorithm.old_policy_decay_schedule=linear_to_0_5"])
+    assert "pairs of data.preferences" in refused("algorithm.sample_source=offline")
+    dpo = (*nft[:1], f"{A}.diffusion_loss.loss_mode=dpo", f"{R}.n=2", "data.preferences=pairs.jsonl")
+    compose("flowgrpo_trainer", [*dpo, "algorithm.sample_source=offline"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("train.time_sampling_strategy=discrete_wo_init", "distribution has one of uniform, logit_normal, discrete"),
+        ("train.awm_weighting=huber", "awm_weighting has one of Uniform, t, t\\*\\*2"),
+        ("train.num_train_timesteps=0", "actor.clean.places=4"),
+    ],
+)
+def test_values_of_flow_factory_that_are_not_here_are_refused(setting, says):
+    assert re.search(says, refused(setting))
+
+
 def test_the_nft_script_of_verl_omni_composes():
     """Its settings of objective, old policy, places and rollout; 10 places of 10 steps are all of them."""
     algorithm = ("timestep_fraction=1.0", "old_policy_decay_schedule=delayed_linear_to_0_999", "sample_source=online")

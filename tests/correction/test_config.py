@@ -14,7 +14,7 @@ import yaml
 
 from flowgrpo_rc.correction import RolloutCorrectionConfig, explain
 from flowgrpo_rc.correction.options import dialects
-from flowgrpo_rc.correction.options.explanation import in_force
+from flowgrpo_rc.correction.options.explanation import CleanImages, in_force
 from flowgrpo_rc.correction.options.presets import PRESET_NAMES
 
 Config = RolloutCorrectionConfig
@@ -546,11 +546,20 @@ def test_explanations(config, phrases):
 
 
 def test_on_clean_images_nothing_is_said_about_an_engine():
-    explanation = explain(SEQ(rollout_is_threshold=2.0), clean=True)
-    assert "pi_rollout (drew the images)" in explanation.text
+    awm = CleanImages(has_old=True, clips=True, averaged=False)
+    explanation = explain(SEQ(rollout_is_threshold=2.0), awm)
+    assert "pi_rollout (drew the images, an older actor only with a lag), pi_old" in explanation.text
+    assert "Clipped:   the ratio pi_theta/pi_old of matching errors" in explanation.text
     assert "Weighted:  the loss, by the product of a row's ratios pi_old/pi_rollout, at most 2" in explanation.text
     assert "engine" not in explanation.text
-    assert explain(Config.disabled(), clean=True).warnings == ()
+    assert explain(Config.disabled(), awm).warnings == ()
+    nft = explain(Config.disabled(), CleanImages(has_old=True, clips=False, averaged=True)).text
+    assert "pi_old (an average of the actor)" in nft
+    assert "Clipped:   nothing" in nft
+    assert "Cost:      a scoring pass of pi_old;" in nft
+    dpo = explain(Config.disabled(), CleanImages(has_old=False, clips=False, averaged=False)).text
+    assert "pi_old" not in dpo.replace("pi_old/pi_rollout", "")
+    assert "a forward pass of the reference" in dpo
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,27 @@ def test_limits_of_densities_are_neither_for_cps_nor_for_clean_images():
     assert found(made, cps, "engine_gap").level == "problem"
 
 
+def test_an_average_may_be_far_away_on_purpose():
+    """The clip says nothing about updates then; on clean images it never says anything about an engine."""
+    names = ("pg_clipfrac", "pg_clipfrac_first", "pg_clipfrac_inert")
+    made = rows(20, **{f"actor__{name}": 0.65 for name in names}, actor__ppo_kl=0.01)
+    awm = {"actor_rollout_ref__actor__diffusion_loss__loss_mode": "awm", "algorithm__rollout_correction": None}
+    of_updates = {"clip_fraction", "clip_inert", "policy_shift"}
+    assert {f.check for f in check_health(made, settings(**awm))} & {*of_updates, "clip_first"} == of_updates
+    averaged = settings(**awm, algorithm__old_policy_decay=0.9)
+    assert not {f.check for f in check_health(made, averaged)} & {*of_updates, "clip_first"}
+
+
+def test_a_held_out_fall_is_not_measured_by_preferences():
+    """Their rewards are 1 and 0; a fall of .03 of .28 is a tenth of the reward itself."""
+    held_out = {"val__reward__mean": lambda step: 0.28 if step < 12 else 0.1}
+    made = rows(20, reward__mean=0.5, reward__std=0.5, **held_out)
+    drawn = found(made, settings(), "held_out_fall")
+    pairs = found(made, settings(data__preferences="pairs.jsonl"), "held_out_fall")
+    assert pairs.value > drawn.value
+    assert "training reward" not in (pairs.advice or "")
+
+
 @pytest.mark.parametrize(("pinned", "level"), [(0, "ok"), (5, "ok"), (6, "watch")])
 def test_weights_at_the_bound(pinned, level):
     made = rows(30, **{"rollout_corr__rollout_is_max": lambda step: 2.0 if step > 30 - pinned else 1.1})

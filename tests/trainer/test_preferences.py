@@ -46,7 +46,8 @@ def settings(pairs):
 
 @pytest.mark.run
 def test_a_batch_has_the_pairs_of_its_prompts(settings, pairs, small_config):
-    trainer = FlowGRPOTrainer(small_config(*settings))
+    # Nothing is scored, so the reward's missing weights are no fault.
+    trainer = FlowGRPOTrainer(small_config(*settings, "reward.functions.pickscore=1"))
     trainer.run.engine.generate = lambda *_: pytest.fail("drawn")
     request = trainer.rollouts.next(0)
     batch, images = trainer._rollout(request)
@@ -83,6 +84,9 @@ def test_a_run_learns_from_the_pairs_and_resumes_exactly(settings, small_config)
         first.fit()
     assert rows_of(FlowGRPOTrainer(small_config(*auto, folder="parts")).fit().root) == rows
     assert same(adapter_of(first.folder.root), adapter_of(first.folder.root.parent / "whole"))
+    card = (first.folder.root / "lora" / "README.md").read_text()
+    assert "trained by `dpo` on pairs of a preferred and a rejected image" in card
+    assert "6 from pairs.jsonl" in card
 
 
 @pytest.mark.parametrize(
@@ -93,6 +97,7 @@ def test_a_run_learns_from_the_pairs_and_resumes_exactly(settings, small_config)
             "preferences: got files with loss_mode=awm, which does not learn from pairs; set .*loss_mode=dpo",
         ),
         ("actor_rollout_ref.rollout.n=4", "rollout.n: got 4 with data.preferences, .* set it to 2"),
+        ("trainer.rollout_data_dir=kept", "trainer.rollout_data_dir: got kept with data.preferences"),
         ("reward.normalization=group", "reward.normalization: got group with data.preferences"),
         ("actor_rollout_ref.rollout.adapter_lag=1", "rollout.adapter_lag: got 1 with data.preferences"),
     ],

@@ -47,14 +47,20 @@ class Explanation:
     warnings: tuple[str, ...]
 
 
-def explain(config: RolloutCorrectionConfig, *, clean: bool = False) -> Explanation:
-    """Describe the policies of a configuration, its clip, weights and rejection, and their cost.
+@dataclass(frozen=True, slots=True)
+class CleanImages:
+    """An objective on clean images, which is in decoupled mode and learns from matching errors."""
 
-    ``clean`` stands for the objectives on clean images, which are in decoupled mode and learn from matching errors.
-    """
-    if clean:
-        policies = "pi_rollout (drew the images), pi_old and pi_theta (trained); the first two differ only with a lag"
-        cost = "a scoring pass of the adapter that drew, where it is older than pi_old"
+    has_old: bool  # It compares with an old policy
+    clips: bool  # It clips the ratio to that
+    averaged: bool  # The old policy is an average of the actor, and draws
+
+
+def explain(config: RolloutCorrectionConfig, clean: CleanImages | None = None) -> Explanation:
+    """Describe the policies of a configuration, its clip, weights and rejection, and their cost; ``clean`` where the
+    objective learns from clean images."""
+    if clean is not None:
+        policies, cost = _on_clean_images(clean)
     elif config.bypass_mode:
         policies = "two: pi_rollout (behaviour, and in place of pi_old) and pi_theta (trained)"
         cost = "no scoring pass; weights and rejection are recomputed at every mini-step"
@@ -68,18 +74,30 @@ def explain(config: RolloutCorrectionConfig, *, clean: bool = False) -> Explanat
     if rejections := _rejections(config):
         stay = "they stay in" if config.rejection_normalization == "all" else "they leave"
         rejected = f"{'; '.join(rejections)}; on the diffusion path {stay} the denominator of the mean"
-    if clean:
-        clipped = "the ratio pi_theta/pi_old of matching errors, by awm alone"
+    if clean is not None:
+        clipped = "the ratio pi_theta/pi_old of matching errors, around 1" if clean.clips else "nothing"
     lines = (
-        f"Algorithm: {'an objective on clean images' if clean else _algorithm(config)}",
+        f"Algorithm: {_algorithm(config) if clean is None else 'an objective on clean images'}",
         f"Policies:  {policies}",
         f"Clipped:   {'nothing' if config.loss_type == 'reinforce' else clipped}",
         f"Weighted:  {_weighted(config)}",
         f"Rejected:  {rejected}",
         f"Cost:      {cost}",
-        f"Guard:     {_guard(config, clean)}",
+        f"Guard:     {_guard(config, clean is not None)}",
     )
-    return Explanation("\n".join(lines), tuple(_mistakes(config, clean)))
+    return Explanation("\n".join(lines), tuple(_mistakes(config, clean is not None)))
+
+
+def _on_clean_images(clean: CleanImages) -> tuple[str, str]:
+    """The policies and the cost."""
+    drew = "pi_rollout (drew the images, an older actor only with a lag)"
+    late = "a scoring pass of the adapter that drew, where a lag is corrected"
+    if not clean.has_old:
+        return f"{drew}, pi_ref (the reference) and pi_theta (trained)", f"a forward pass of the reference; {late}"
+    if clean.averaged:
+        return f"{drew}, pi_old (an average of the actor) and pi_theta (trained)", f"a scoring pass of pi_old; {late}"
+    cost = "a scoring pass of pi_old per batch, or none where the first mini-batch's own forward supplies it"
+    return f"{drew}, pi_old (the actor before the batch) and pi_theta (trained)", f"{cost}; {late}"
 
 
 def in_force(config: RolloutCorrectionConfig) -> str:
