@@ -7,8 +7,7 @@
 the learning rate, and noise levels of .3 and more. ``awm_as_flow_grpo`` is the demo with another objective alone,
 ``flow_grpo_one_step`` has the optimizer settings of the others. ``awm_own_noise`` shares no noise among a prompt's
 images. ``awm_lag`` draws every batch with the adapter of eight batches before; ``awm_lag_corrected`` has importance
-weights, ``awm_lag_rejected`` also a band for the ratio. ``awm_shuffled`` deals the rewards to the wrong
-images. Each final adapter then draws the held-out numbers in plain diffusers for two OCR engines: the reward's, and
+weights. ``awm_shuffled`` deals the rewards to the wrong images. Each final adapter then draws the held-out numbers in plain diffusers for two OCR engines: the reward's, and
 tesseract (must be installed), which had no part in training. Resumable, as ``training_runs.py`` says.
 """
 
@@ -19,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from learning import COMMON, DECOUPLED_IS, LOSS, NONE, RC, ROLLOUT, correction, plot_curves
+from learning import COMMON, DECOUPLED_IS, LOSS, NONE, RC, ROLLOUT, plot_curves
 from machine import describe
 from second_ocr import held_out_numbers, second_ocr
 from training_runs import HERE, Overrides, Study, load, read_results, run_missing, write_results, write_table
@@ -58,7 +57,6 @@ SETTINGS: dict[str, Overrides] = {
     "awm_own_noise": objective("awm") | {f"{ACTOR}.clean.shared_noise": False},
     "awm_lag": objective("awm") | LATE,
     "awm_lag_corrected": objective("awm") | DECOUPLED_IS | LATE,
-    "awm_lag_rejected": objective("awm") | correction(bypass=False, weights="sequence", band="0.99_1.01") | LATE,
     "awm_fp8": {**objective("awm"), f"{ROLLOUT}.quantization": "fp8"},
     "dpo": objective("dpo", dpo_beta=100.0),
     "awm_shuffled": objective("awm") | SHUFFLED,
@@ -89,9 +87,7 @@ def forwards(setting: str) -> float:
     SDE steps or places. Importance weights, or the second of two optimizer steps, add a scoring pass."""
     if setting == "dpo":
         return STEP_FORWARDS + 2 / 12 * 2 * 3  # best and worst of twelve, with a forward of the base
-    return (
-        STEP_FORWARDS + 2 * 2 + {"awm_lag_corrected": 2, "awm_lag_rejected": 2, "awm_as_flow_grpo": 1}.get(setting, 0)
-    )
+    return STEP_FORWARDS + 2 * 2 + {"awm_lag_corrected": 2, "awm_as_flow_grpo": 1}.get(setting, 0)
 
 
 def main() -> int:

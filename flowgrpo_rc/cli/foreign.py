@@ -227,7 +227,7 @@ def rows() -> Mapping[str, Row]:
         keys = cells.pop("key")
         # Only a table lists every spelling, so only with one can another value be refused.
         if isinstance(cells.get("values"), str):
-            cells |= {"values": tables[cells["values"]], "only": cells["action"] == "move"}
+            cells |= {"values": tables[cells["values"]], "only": cells["action"] in ("move", "rename")}
         if isinstance(cells.get("ignore"), str):
             cells["ignore"] = tables[cells["ignore"]]
         cells["reason"] = cells["reason"].replace("{families}", ", ".join(FAMILIES))

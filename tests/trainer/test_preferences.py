@@ -97,7 +97,7 @@ def test_a_run_learns_from_the_pairs_and_resumes_exactly(settings, small_config)
             "preferences: got files with loss_mode=awm, which does not learn from pairs; set .*loss_mode=dpo",
         ),
         ("actor_rollout_ref.rollout.n=4", "rollout.n: got 4 with data.preferences, .* set it to 2"),
-        ("trainer.rollout_data_dir=kept", "trainer.rollout_data_dir: got kept with data.preferences"),
+        ("trainer.rollout_data_dir=/kept", "trainer.rollout_data_dir: got /kept with data.preferences"),
         ("reward.normalization=group", "reward.normalization: got group with data.preferences"),
         ("actor_rollout_ref.rollout.adapter_lag=1", "rollout.adapter_lag: got 1 with data.preferences"),
     ],
