@@ -7,8 +7,9 @@
 the learning rate, and noise levels of .3 and more. ``awm_as_flow_grpo`` is the demo with another objective alone,
 ``flow_grpo_one_step`` has the optimizer settings of the others. ``awm_own_noise`` shares no noise among a prompt's
 images. ``awm_lag`` draws every batch with the adapter of eight batches before; ``awm_lag_corrected`` has importance
-weights. ``awm_shuffled`` deals the rewards to the wrong images. Each final adapter then draws the held-out numbers in plain diffusers for two OCR engines: the reward's, and
-tesseract (must be installed), which had no part in training. Resumable, as ``training_runs.py`` says.
+weights. ``awm_shuffled`` deals the rewards to the wrong images. Each final adapter then draws the held-out numbers in
+plain diffusers for two OCR engines: the reward's, and tesseract (must be installed), which had no part in training.
+Resumable, as ``training_runs.py`` says.
 """
 
 import argparse
