@@ -67,8 +67,8 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _first_rows(data: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Prompts and other columns of ``data.train_files``, as many as there are pictures; none without files. Where pairs
-    are learned from, only validation is scored."""
+    """Prompts and other columns of ``data.train_files``, as many as there are pictures; none without files. With
+    ``data.preferences`` those of ``data.val_files``, since nothing else is scored."""
     from flowgrpo_rc.data.prompts import read_prompt_files
 
     records = read_prompt_files(data.val_files if data.preferences else data.train_files, data.prompt_key, 4)

@@ -18,7 +18,7 @@ import yaml
 
 from flowgrpo_rc.checks import show
 from flowgrpo_rc.cli.schema import nearest, schema
-from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES
+from flowgrpo_rc.loss.objectives import DEFAULT, OBJECTIVES, averages_old_policy
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.rewards.config import REWARD_NAMES
 from flowgrpo_rc.rewards.custom import VERL_OMNIS
@@ -162,7 +162,8 @@ def _changes_nothing(condition: str | None, value: Any, tree: Mapping[str, Any])
             return value in names and _objective(tree) in ("diffusion_nft", "dpo")
         case "draws_with_old":
             if value in ("default", ["default"]):
-                return not _averages_old_policy(tree)
+                names = ("decay_schedule", "decay", "update_interval")
+                return not averages_old_policy(*(tree.get(f"algorithm.old_policy_{name}") for name in names))
             return value is None or (value in ("old", ["default", "old"]) and _is_clean(tree, needs_old=True))
         case "pairs_of_files":
             return value == "offline" and bool(tree.get("data.preferences"))
@@ -200,14 +201,6 @@ def _is_clean(tree: Mapping[str, Any], *, needs_old: bool = False) -> bool:
     if not isinstance(objective, str) or objective not in OBJECTIVES:
         return False
     return OBJECTIVES[objective].clean and (OBJECTIVES[objective].needs_old or not needs_old)
-
-
-def _averages_old_policy(tree: Mapping[str, Any]) -> bool:
-    """The settings ask for an old policy that follows the actor slowly."""
-    decay, schedule, interval = (
-        tree.get(f"algorithm.old_policy_{name}") for name in ("decay", "decay_schedule", "update_interval")
-    )
-    return interval not in (None, 1) or (schedule not in (None, "copy") if decay is None else decay != 0)
 
 
 @cache

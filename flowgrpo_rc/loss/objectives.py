@@ -165,6 +165,12 @@ KL_TRUST_REGION = Threshold(
 )
 
 
+def averages_old_policy(schedule: Any, decay: Any, interval: Any) -> bool:
+    """These values of ``algorithm.old_policy_decay_schedule``, ``old_policy_decay`` and ``old_policy_update_interval``,
+    checked or not, make the old policy another one than the actor before the batch; ``None`` was not given."""
+    return interval not in (None, 1) or (schedule not in (None, "copy") if decay is None else bool(decay))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Objective:
     """One value of ``actor.diffusion_loss.loss_mode``."""

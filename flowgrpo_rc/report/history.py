@@ -15,6 +15,7 @@ from flowgrpo_rc.actor.config import DiffusionLossConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.gap.safety import USUAL_MODE, remedy
+from flowgrpo_rc.loss.objectives import averages_old_policy
 from flowgrpo_rc.sde.types import SDE_TYPES
 
 # Training steps that count as recent: enough that one unlucky batch raises no alarm.
@@ -218,10 +219,8 @@ class History:
     @property
     def averages_old_policy(self) -> bool:
         """The old policy is an average of the actor, which may be far away on purpose."""
-        decay, schedule, interval = (
-            self.setting(f"algorithm.old_policy_{name}") for name in ("decay", "decay_schedule", "update_interval")
-        )
-        return (interval or 1) > 1 or (schedule not in (None, "copy") if decay is None else decay > 0)
+        names = ("decay_schedule", "decay", "update_interval")
+        return averages_old_policy(*(self.setting(f"algorithm.old_policy_{name}") for name in names))
 
     @property
     def learns_from_preferences(self) -> bool:

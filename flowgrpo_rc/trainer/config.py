@@ -11,7 +11,7 @@ from flowgrpo_rc.actor.config import DiffusionActorConfig, read_correction
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.data.config import DataConfig
 from flowgrpo_rc.field_docs import documented_fields
-from flowgrpo_rc.loss.objectives import DEFAULT
+from flowgrpo_rc.loss.objectives import DEFAULT, averages_old_policy
 from flowgrpo_rc.models.config import FSDP_FIELD, ModelConfig
 from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rollout.config import IN_TRAINER, RolloutConfig
@@ -74,9 +74,8 @@ class AlgorithmConfig(Section):
     @property
     def averages_old_policy(self) -> bool:
         """The old policy is not simply the actor as it was before the batch."""
-        if self.old_policy_update_interval > 1:
-            return True
-        return self.old_policy_decay_schedule != "copy" if self.old_policy_decay is None else self.old_policy_decay > 0
+        schedule, decay = self.old_policy_decay_schedule, self.old_policy_decay
+        return averages_old_policy(schedule, decay, self.old_policy_update_interval)
 
     def old_decay(self, batches: int) -> float:
         """Share of the old policy's weights that remains when it follows the actor after ``batches`` batches."""

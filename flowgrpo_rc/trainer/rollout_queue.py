@@ -93,7 +93,7 @@ class RolloutQueue:
         arrive. Returns the recorded steps, or the clean latents, and the images.
 
         Raises:
-            RolloutSyncError: they were drawn with another adapter or otherwise than asked.
+            RolloutSyncError: they were drawn with another adapter or other settings than requested.
         """
         batch, held, pending = self._queue.popleft()
         # A pool has drawn since the request; its adapter is the one of that time.

@@ -5,6 +5,8 @@ import torch
 from PIL import Image
 from tests_support import recorded
 
+from flowgrpo_rc import ImagePolicy
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.models import PipelineLoader
 from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
 
@@ -104,3 +106,33 @@ def test_what_cannot_work_here_is_refused_before_the_model_is_opened(setting, sa
     with pytest.raises(ValueError, match=says) as caught:
         FlowGRPOTrainer(small_config("trainer.device=cpu", f"{R}.dtype=float32", setting))
     assert setting.partition("=")[0] in str(caught.value)
+
+
+def test_a_prompts_images_start_from_one_noise(small_config):
+    """Of a run and of ``ImagePolicy``: a seed for each prompt, and another one at another step."""
+    shared = "actor_rollout_ref.rollout.algo.init_same_noise=true"
+    trainer = FlowGRPOTrainer(small_config(shared))
+    seeds = [trainer.rollouts.request(step).request.start_seeds for step in (0, 1)]
+    groups = [seeds[0][first : first + 4] for first in range(0, 16, 4)]
+    assert [len(set(group)) for group in groups] == [1] * 4
+    assert len({*seeds[0], *seeds[1]}) == 8
+    trainer.folder.close()
+    parts = small_config(shared).actor_rollout_ref
+    policy = ImagePolicy(parts.model, parts.rollout, parts.actor, seed=0)
+    drawn = policy.draw(["twelve", "thirty"], seed=0)
+    first = drawn.batch[Key.LATENTS][:, 0]
+    assert torch.equal(first[0], first[3])
+    assert not torch.equal(first[0], first[4])
+    plain = FlowGRPOTrainer(small_config(folder="plain"))
+    assert plain.rollouts.request(0).request.start_seeds is None
+    plain.folder.close()
+
+
+def test_one_start_without_a_stochastic_step_is_refused(small_config):
+    """All images of a prompt would be the same."""
+    with pytest.raises(ValueError, match="init_same_noise: got true with loss_mode=awm, .* set it to false"):
+        small_config(
+            "actor_rollout_ref.rollout.algo.init_same_noise=true",
+            "actor_rollout_ref.actor.diffusion_loss.loss_mode=awm",
+            "algorithm.rollout_correction=null",
+        )
