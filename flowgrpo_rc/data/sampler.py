@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 _SETTINGS = {
-    "num_prompts": "data.train_files (or data.preferences) and data.train_max_samples",
+    "num_prompts": "data.train_files and data.train_max_samples (of pairs: data.preferences)",
     "batch_size": "data.train_batch_size",
     "seed": "data.seed",
     "shuffle": "data.shuffle",
