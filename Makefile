@@ -15,7 +15,7 @@ VLLM   := .venv-vllm
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/flowgrpo_trainer/run_tiny_qwen_image_ocr_lora_rollout_corr.sh
 
-# Quick: everything that neither trains nor starts a process.
+# Quick: everything that neither trains nor starts a process; lists the tests that take more than two seconds.
 test: lint unit
 
 # The rest: training runs, processes, slow tests, and the drop-in against verl.
@@ -29,7 +29,7 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 unit: $(STAMP)
-	$(PYTEST) -m "not run and not process and not slow and not gpu" --cpu-limit 2 $(PYTEST_ARGS)
+	$(PYTEST) -m "not run and not process and not slow and not gpu" --durations 10 --durations-min 2 $(PYTEST_ARGS)
 
 # The drop-in against verl itself, which lives in a folder of its own.
 verl: $(VERL)/.installed

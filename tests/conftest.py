@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from functools import cache
 from pathlib import Path
 
@@ -26,9 +25,6 @@ from tests_support import SMALL_RUN, last_of_each
 # Embeddings of prompts go to a folder that begins empty, here and in the processes that tests start.
 os.environ["FLOWGRPO_RC_CACHE"] = tempfile.mkdtemp(prefix="flowgrpo_rc_tests_")
 atexit.register(shutil.rmtree, os.environ["FLOWGRPO_RC_CACHE"], ignore_errors=True)
-
-UNLIMITED = ("run", "process", "slow", "gpu")
-"""Marks of tests that may take long; ``make test`` leaves them to ``make test-all``."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -166,48 +162,6 @@ def trained_run(tmp_path_factory):
 def finished_run(trained_run):
     """The folder of one such run, with a validation and a checkpoint at each of its two steps."""
     return trained_run("trainer.save_freq=1", "trainer.test_freq=1")
-
-
-def pytest_addoption(parser):
-    parser.addoption(
-        "--cpu-limit", type=float, help=f"CPU seconds of a test; more need one of the marks {', '.join(UNLIMITED)}"
-    )
-
-
-def pytest_sessionstart(session):
-    """Import the heavy libraries before the clock of ``--cpu-limit`` runs, so that no test is charged for them."""
-    if session.config.getoption("--cpu-limit") is not None:
-        import torch._dynamo  # noqa: F401  # fake tensors load it at their first use
-
-        import flowgrpo_rc.models.load
-        import flowgrpo_rc.trainer.trainer  # noqa: F401
-
-
-def _slowness() -> float:
-    """CPU seconds of a fixed piece of work, over those where the limit was chosen (an idle Xeon); at least 1."""
-    began = time.process_time()
-    total = torch.zeros(8)
-    for _ in range(20_000):
-        total = total.add(1)
-    return max(1.0, (time.process_time() - began) / 0.046)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """Fail an unmarked test above ``--cpu-limit``.
-
-    CPU seconds depend less on other work than the clock does. Processors differ too, and cores share caches: a test
-    above the limit is judged by the speed of the machine at that moment.
-    """
-    began = sum(os.times()[:4])
-    result = yield
-    spent = sum(os.times()[:4]) - began
-    limit = item.config.getoption("--cpu-limit")
-    if limit is None or spent <= limit or any(item.get_closest_marker(mark) for mark in UNLIMITED):
-        return result
-    if spent > limit * _slowness():
-        pytest.fail(f"took {spent:.1f} s of CPU; make it faster, or mark it as one of {', '.join(UNLIMITED)}")
-    return result
 
 
 def pytest_runtest_setup(item):
