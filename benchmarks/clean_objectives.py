@@ -6,9 +6,10 @@
 ``flow_grpo`` is the demo as it is, in bypass mode. The others have another objective, one optimizer step a batch, twice
 the learning rate, and noise levels of .3 and more. ``awm_as_flow_grpo`` is the demo with another objective alone,
 ``flow_grpo_one_step`` has the optimizer settings of the others. ``awm_own_noise`` shares no noise among a prompt's
-images. ``awm_lag`` draws every batch with the adapter of eight batches before; ``awm_lag_corrected`` has importance
-weights. ``awm_shuffled`` deals the rewards to the wrong images. Each final adapter then draws the held-out numbers in
-plain diffusers for two OCR engines: the reward's, and tesseract (must be installed), which had no part in training.
+images. ``awm_lag`` draws every batch with the adapter of eight batches before, ``awm_lag_1`` to ``_4`` of fewer;
+``..._corrected`` has importance weights. ``awm_shuffled`` deals the rewards to the wrong images. Each final adapter
+then draws the held-out numbers in plain diffusers for two OCR engines: the reward's, and tesseract (must be installed),
+which had no part in training.
 Resumable, as ``training_runs.py`` says.
 """
 
@@ -48,7 +49,13 @@ SHUFFLED: Overrides = {
     "reward.functions.ocr": 0,
     "reward.custom_reward_function.path": "benchmarks/shuffled_ocr.py",
 }
-LATE: Overrides = {f"{ROLLOUT}.adapter_lag": 8}
+
+
+def late(batches: int) -> Overrides:
+    """Every batch is drawn with the adapter of this many batches before."""
+    return {f"{ROLLOUT}.adapter_lag": batches}
+
+
 SETTINGS: dict[str, Overrides] = {
     "awm": objective("awm"),
     "flow_grpo": {f"{RC}.bypass_mode": True},
@@ -56,8 +63,14 @@ SETTINGS: dict[str, Overrides] = {
     "awm_as_flow_grpo": {**NONE, f"{LOSS}.loss_mode": "awm"},
     "flow_grpo_one_step": {f"{RC}.bypass_mode": True, **ONE_STEP},
     "awm_own_noise": objective("awm") | {f"{ACTOR}.clean.shared_noise": False},
-    "awm_lag": objective("awm") | LATE,
-    "awm_lag_corrected": objective("awm") | DECOUPLED_IS | LATE,
+    "awm_lag": objective("awm") | late(8),
+    "awm_lag_corrected": objective("awm") | DECOUPLED_IS | late(8),
+    "awm_lag_4": objective("awm") | late(4),
+    "awm_lag_4_corrected": objective("awm") | DECOUPLED_IS | late(4),
+    "awm_lag_2": objective("awm") | late(2),
+    "awm_lag_2_corrected": objective("awm") | DECOUPLED_IS | late(2),
+    "awm_lag_1": objective("awm") | late(1),
+    "awm_lag_1_corrected": objective("awm") | DECOUPLED_IS | late(1),
     "awm_fp8": {**objective("awm"), f"{ROLLOUT}.quantization": "fp8"},
     "dpo": objective("dpo", dpo_beta=100.0),
     "awm_shuffled": objective("awm") | SHUFFLED,
@@ -88,7 +101,7 @@ def forwards(setting: str) -> float:
     SDE steps or places. Importance weights, or the second of two optimizer steps, add a scoring pass."""
     if setting == "dpo":
         return STEP_FORWARDS + 2 / 12 * 2 * 3  # best and worst of twelve, with a forward of the base
-    return STEP_FORWARDS + 2 * 2 + {"awm_lag_corrected": 2, "awm_as_flow_grpo": 1}.get(setting, 0)
+    return STEP_FORWARDS + 2 * 2 + (2 if "corrected" in setting else setting == "awm_as_flow_grpo")
 
 
 def main() -> int:
