@@ -80,11 +80,16 @@ def shard_base(transformer: Any, config: FSDPConfig, device: torch.device) -> No
     transformer.register_forward_hook(copied)
 
 
+def is_sharded(transformer: object) -> bool:
+    """True if this process holds a slice of the transformer's weights."""
+    return isinstance(transformer, FSDPModule)
+
+
 @contextmanager
 def gathered_once(transformer: nn.Module) -> Iterator[None]:
     """Inside, gathered weights stay for the next forwards; afterwards they are sharded again. A transformer that is not
     sharded is left alone."""
-    if not isinstance(transformer, FSDPModule):
+    if not isinstance(transformer, FSDPModule):  # for the type checker, in place of ``is_sharded``
         yield
         return
     # Sampling repeats the forward many times between two updates; each would gather all weights again.

@@ -52,7 +52,7 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     learned = 2 * run.prompts if run.actor.diffusion_loss.objective.paired else images
     times = learned * window * run.actor.ppo_epochs / rows
     return StepFlops(
-        rollout=run.draws * images * (rollout.forwards_per_image * forward + decode),
+        rollout=run.draws * images * (sum(run.rollout_forwards) * forward + decode),
         score=(run.scored_share * images + min(run.rescored_images, images)) * window * forward,
         update=times * (update.forward_flops + update.backward_flops),
         recomputed=times * update.recomputed_flops,

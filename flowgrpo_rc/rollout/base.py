@@ -6,12 +6,13 @@ from typing import Protocol, runtime_checkable
 from uuid import uuid4
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.models.base import Conditioning
+from flowgrpo_rc.rollout.tail import TailConfig
 
 
 class RolloutError(RuntimeError):
@@ -59,6 +60,8 @@ class RolloutRequest:
     start_seeds: Sequence[int] | None = None
     """Seed of each image's starting noise, where images of a prompt share theirs; ``None`` takes it from ``seeds``. An
     engine computes the steps that such images have in common once: all up to their first stochastic step."""
+    tail: TailConfig | None = None
+    """The steps after the window; ``None`` takes each of them, by Euler. Without a window all steps are the tail."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,11 @@ class Echo:
     """``adapter_digest`` of the weights that drew the images."""
     start_seeds: tuple[int, ...] | None = None
     """Seed of each image's starting noise; ``None`` if it comes from ``seeds``."""
+    tail_solver: str | None = None
+    """Solver of the steps after the window; ``None`` without a ``tail``."""
+    moves: Bool[Tensor, "B N"] | None = None
+    """The steps that each image took, with a ``tail``: it went from level ``k`` to the next level from which it took a
+    step, at last to ``N``. ``None``: every step."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +225,7 @@ def rows_of(request: RolloutRequest, rows: Tensor) -> RolloutRequest:
     )
 
 
-OF_IMAGES = ("request_id", "window_starts", "seeds", "start_seeds")
+OF_IMAGES = ("request_id", "window_starts", "seeds", "start_seeds", "moves")
 """Fields of an echo that differ from image to image."""
 
 
@@ -238,14 +246,16 @@ def joined(request: RolloutRequest, parts: Sequence[Trajectories]) -> Trajectori
                     "the same program or model"
                 )
     starts = [echo.window_starts for echo in echoes if echo.window_starts is not None]
+    moves = [echo.moves for echo in echoes if echo.moves is not None]
+    shared = first.start_seeds is not None
     echo = replace(
         first,
         request_id=request.request_id,
         seeds=tuple(seed for one in echoes for seed in one.seeds),
+        start_seeds=tuple(seed for one in echoes for seed in one.start_seeds or ()) if shared else None,
         window_starts=torch.cat(starts) if starts else None,
+        moves=torch.cat(moves) if moves else None,
     )
-    if first.start_seeds is not None:
-        echo = replace(echo, start_seeds=tuple(seed for one in echoes for seed in one.start_seeds or ()))
     batches = [part.batch for part in parts if part.batch is not None]
     names = batches[0].exclude(Key.PROMPT_INDEX).keys() if batches else ()
     record = {name: torch.cat([batch[name] for batch in batches]) for name in names}

@@ -27,6 +27,7 @@ _SCHEDULE_CAUSE = "the engine's scheduler differs: shift, dynamic shifting, numb
 _ORDER_CAUSE = "the engine has mixed up its results; match them to requests by id, not by order of arrival"
 _GUIDANCE_CAUSE = "the engine ignored or renamed the setting, or left out the negative prompts"
 _NOISE_CAUSE = "the engine ignored actor_rollout_ref.rollout.algo"
+_TAIL_CAUSE = "the engine ignored actor_rollout_ref.rollout.tail"
 # Elements of each row that are tested for a narrow dtype.
 _SAMPLE = 1024
 
@@ -119,6 +120,24 @@ def check_echo(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
     _check("sde_type", echo.sde_type, request.sde_type, _NOISE_CAUSE)
     _check("window_starts", _listed(echo.window_starts), _listed(request.window_starts), _NOISE_CAUSE)
     _check("window_size", echo.window_size, request.window_size if stochastic else 0, _NOISE_CAUSE)
+    check_tail(request, schedule, echo)
+
+
+def check_tail(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
+    """Check that the steps after the window were the requested ones."""
+    tail = request.tail
+    _check("tail solver", echo.tail_solver, None if tail is None else tail.solver, _TAIL_CAUSE)
+    if tail is None or echo.moves is None:
+        _check("steps taken", None if echo.moves is None else "some", None if tail is None else "some", _TAIL_CAUSE)
+        return
+    steps = len(schedule.timesteps)
+    ends = [0] * len(request.seeds)
+    if request.window_starts is not None:
+        ends = [start + request.window_size for start in request.window_starts.tolist()]
+    _check_shape("steps taken", echo.moves, (len(ends), steps))
+    for row, end in enumerate(ends):
+        taken = echo.moves[row].nonzero().flatten().tolist()
+        _check(f"steps taken for row {row}", taken, tail.levels(steps, end)[:-1], _TAIL_CAUSE)
 
 
 def check_steps(request: RolloutRequest, starts: Int[Tensor, " B"], batch: TensorDict, schedule: Schedule) -> None:

@@ -3,13 +3,15 @@
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel, compute_dtype
+from flowgrpo_rc.models.sharding import is_sharded
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
+from flowgrpo_rc.rollout.tail import Course, TailConfig, corrected_velocity, spread
 from flowgrpo_rc.sde import draw, log_prob, transition
 from flowgrpo_rc.transfers import onto, to_host
 
@@ -46,6 +48,11 @@ class RequestSampler:
         self._start_seeds: list[int] = []
         # For each micro-batch, (N, b): the noise level of every step and image.
         self._noise_levels: list[Tensor] = []
+        self._moves: list[Tensor] = []
+        # On the host, for the courses of images.
+        self._levels = schedule.sigmas.double().tolist()
+        # Every process must call a sharded transformer equally often, whatever its images' windows are.
+        self._equal_calls = is_sharded(transformer)
 
     @torch.no_grad()
     def sample(self, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -72,18 +79,34 @@ class RequestSampler:
         self._noise_levels.append(torch.where(record.stochastic, request.noise_level, 0.0))
         noise_levels = onto(self._noise_levels[-1], self._device)
         noise = onto(self._noise(rows, cond), self._device)
-        shared = self._shared(rows, starts)
+        tail = request.tail or TailConfig()
+        course = Course.of(starts.tolist(), self._window_size, self._levels, tail)
+        self._moves.append(course.moves)
+        computed = self._computed(rows, starts, course.moves)
         latents = noise[:, 0]
+        next_level = onto(course.next_level, self._device)
+        extrapolates = onto(course.extrapolates, self._device)
+        moves = onto(course.moves, self._device)
+        clean = torch.zeros_like(latents)
         # The flags are on the host, so that the loop never waits for the device.
         for step, any_stochastic in enumerate(record.stochastic.any(1).tolist()):
             record.put("states", step, latents)
+            # In a tail with fewer steps some are taken by no image.
+            if not course.moves[step].any() and not self._equal_calls:
+                continue
             t = self._timesteps[step].expand(len(rows))
             sigma = self._sigmas[step].expand(len(rows))
-            next_sigma = self._sigmas[step + 1].expand(len(rows))
-            velocity = self._velocity(latents, t, cond, shared[step])
+            next_sigma = self._sigmas[next_level[step]]
+            velocity = self._velocity(latents, t, cond, computed[step])
+            if tail.solver == "heun" and step + 1 < steps:
+                velocity = self._heun(latents, velocity, step, next_level[step], course.corrects[step], cond)
+            elif tail.solver == "dpm++2m":
+                velocity, estimate = corrected_velocity(velocity, latents, sigma, extrapolates[step], clean)
+                clean = _where(moves[step], estimate, clean)
             distribution = transition(
                 latents, velocity, sigma, next_sigma, noise_level=noise_levels[step], sde_type=request.sde_type
             )
+            before = latents
             latents = distribution.mean  # an ODE step, whose noise level is 0, ends there
             if any_stochastic:
                 # Outside of an image's window the std is 0, so the noise adds nothing.
@@ -92,12 +115,14 @@ class RequestSampler:
                 record.put("scalars", step, torch.stack((t, sigma, next_sigma, score), 1))
                 if request.record_means:
                     record.put(Key.ROLLOUT_MEANS, step, distribution.mean)
+            if not course.moves[step].all():
+                latents = _where(moves[step], latents, before)
         # The state after the last step, for windows that end with the schedule.
         record.put("states", steps, latents)
         finite = torch.isfinite(latents.flatten(1)).all(1)
         # One transfer for records and flags, since each one waits for the device.
-        clean = {Key.CLEAN_LATENTS: latents.float()} if request.record_clean else {}
-        kept = to_host({**record.tensors(), **clean, "finite": finite.float()})
+        finished = {Key.CLEAN_LATENTS: latents.float()} if request.record_clean else {}
+        kept = to_host({**record.tensors(), **finished, "finite": finite.float()})
         bad = rows[kept.pop("finite") == 0].tolist()
         if bad:
             raise RolloutError(
@@ -112,32 +137,54 @@ class RequestSampler:
         scalars = dict(zip(SCALARS, kept.pop("scalars").unbind(2), strict=True))
         return images, {Key.LATENTS: states[:, :-1], Key.NEXT_LATENTS: states[:, 1:], **scalars, **kept}
 
-    def _shared(self, rows: Tensor, starts: Int[Tensor, " b"]) -> list[tuple[Tensor, Tensor] | None]:
-        """For each step the images that are computed, on the host, and the place of every image among them; ``None``
-        where all are computed. Images with one starting noise are of one prompt, and equal until they get the noise of
-        their first stochastic step."""
+    def _computed(self, rows: Tensor, starts: Int[Tensor, " b"], moves: Bool[Tensor, "N b"]) -> list[Tensor]:
+        """For each step the images ``(b,)`` whose velocities every image takes, on the host; for one that does not
+        move, -1. Images with one starting noise are of one prompt, and equal until they get the noise of their first
+        stochastic step."""
         request = self._request
-        if request.start_seeds is None or request.window_starts is None:
-            return [None] * len(self._timesteps)
-        seeds = torch.tensor([request.start_seeds[row] for row in rows.tolist()])
-        keys = torch.stack([seeds, starts], 1)
-        _, group = keys.unique(dim=0, return_inverse=True)
         own = torch.arange(len(rows))
-        first = torch.stack([own[group == one].min() for one in group.tolist()])
-        plan: list[tuple[Tensor, Tensor] | None] = []
-        for step in range(len(self._timesteps)):
-            computed, place = torch.where(step <= starts, first, own).unique(return_inverse=True)
-            plan.append(None if len(computed) == len(rows) else (computed, onto(place, self._device)))
-        return plan
+        first = own
+        if request.start_seeds is not None and request.window_starts is not None:
+            seeds = torch.tensor([request.start_seeds[row] for row in rows.tolist()])
+            _, group = torch.stack([seeds, starts], 1).unique(dim=0, return_inverse=True)
+            first = torch.stack([own[group == one].min() for one in group.tolist()])
+        steps = range(len(moves))
+        sources = [torch.where(step <= starts, first, own) for step in steps]
+        return [torch.where(moves[step], sources[step], -1) for step in steps]
 
-    def _velocity(self, latents: Tensor, t: Tensor, cond: Conditioning, shared: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The velocity of every image; equal images are computed once."""
-        if shared is None:
+    def _velocity(self, latents: Tensor, t: Tensor, cond: Conditioning, source: Int[Tensor, " b"]) -> Tensor:
+        """The velocity of every image, from the image ``source``; each of these is computed once. Zero where it is
+        negative."""
+        taken = source.unique()
+        taken = taken[taken >= 0]
+        if len(taken) == len(source):
             return self._model.velocity(self._transformer, latents, t, cond)
-        computed, place = shared
-        picked = onto(computed, self._device)
-        some = cond.rows(computed, self._device)
-        return self._model.velocity(self._transformer, latents[picked], t[picked], some)[place]
+        if not len(taken):  # the call that other processes make; its result is not used
+            taken = torch.zeros(1, dtype=torch.long)
+        picked = onto(taken, self._device)
+        velocity = self._model.velocity(self._transformer, latents[picked], t[picked], cond.rows(taken, self._device))
+        place = onto(torch.searchsorted(taken, source).clamp(max=len(taken) - 1), self._device)
+        return _where(onto(source >= 0, self._device), velocity[place], torch.zeros_like(latents, dtype=velocity.dtype))
+
+    def _heun(
+        self,
+        latents: Tensor,
+        velocity: Tensor,
+        step: int,
+        next_level: Int[Tensor, " b"],
+        corrects: Bool[Tensor, " b"],
+        cond: Conditioning,
+    ) -> Tensor:
+        """The mean of the velocities at both ends of the step, for the images that ``corrects`` chooses."""
+        if not corrects.any() and not self._equal_calls:
+            return velocity
+        chosen = onto(corrects, self._device)
+        # Of an image that is not chosen the result is not used; its level may be the last, which has no timestep.
+        level = next_level.clamp(max=len(self._timesteps) - 1)
+        width = spread(self._sigmas[next_level] - self._sigmas[step], latents)
+        source = torch.where(corrects, torch.arange(len(corrects)), -1)
+        ahead = self._velocity(latents + velocity * width, self._timesteps[level], cond, source)
+        return _where(chosen, (velocity.float() + ahead.float()) / 2, velocity)
 
     def _noise(self, rows: Tensor, cond: Conditioning) -> Tensor:
         """``(b, 1 + W, *L)`` on the host: each image's starting noise and that of its stochastic steps."""
@@ -175,10 +222,17 @@ class RequestSampler:
             window_size=int(stochastic.sum(0).max()),
             seeds=tuple(self._seeds),
             start_seeds=None if self._request.start_seeds is None else tuple(self._start_seeds),
+            tail_solver=None if self._request.tail is None else self._request.tail.solver,
+            moves=None if self._request.tail is None else torch.cat(self._moves, dim=1).T.contiguous(),
             dtype=dtype_name(compute_dtype(self._transformer)),
             adapter_version=adapter_version,
             adapter_digest=adapter_digest,
         )
+
+
+def _where(chosen: Bool[Tensor, " b"], one: Float[Tensor, " b *L"], other: Float[Tensor, " b *L"]) -> Tensor:
+    """The images of ``one`` that are chosen, and of ``other`` those that are not."""
+    return torch.where(spread(chosen, one), one, other)
 
 
 class WindowRecord:

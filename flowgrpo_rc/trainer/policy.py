@@ -147,6 +147,8 @@ class ImagePolicy:
         group = torch.arange(len(given)).repeat_interleave(n)
         window: dict[str, Any] = {"window_starts": None}
         clean = learn and self._mode.objective.clean
+        if learn:
+            window["tail"] = self._rollout.request_tail
         if clean:
             window["record_clean"] = True
         elif learn:

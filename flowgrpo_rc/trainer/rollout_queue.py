@@ -145,6 +145,7 @@ class RolloutQueue:
             prompt_index=torch.arange(len(prompts)).repeat_interleave(rollout.n),
             num_inference_steps=rollout.pipeline.num_inference_steps,
             seeds=seeds,
+            tail=rollout.request_tail,
             **recorded,
         )
         records = [record for record in prompts for _ in range(rollout.n)]

@@ -124,6 +124,7 @@ class Rollout:
                 window_starts=starts,
                 seeds=echo.seeds[i : i + 1],
                 start_seeds=shared,
+                moves=None if echo.moves is None else echo.moves[i : i + 1].clone(),
             )
             answer = Trajectories(pixels[i : i + 1].clone(), batch, own)
             results.append(DiffusionOutput(output={"payload": {"image": []}, "metadata": {EXTRA: answer}}))

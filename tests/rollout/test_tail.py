@@ -1,0 +1,216 @@
+"""The steps after the window: fewer of them, other solvers, and what they leave as it is."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler, FlowMatchHeunDiscreteScheduler
+from rollout_cases import random_like, request_for
+from torch.testing import assert_close
+
+from flowgrpo_rc.batch import Key
+from flowgrpo_rc.models import ModelConfig
+from flowgrpo_rc.models.lora import adapter_active, adapter_state
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError
+from flowgrpo_rc.rollout.base import joined, rows_of
+from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
+from flowgrpo_rc.rollout.tail import SOLVERS, Course, TailConfig
+from flowgrpo_rc.section import convert
+
+RECORDED = (Key.LATENTS, Key.NEXT_LATENTS, Key.ROLLOUT_LOG_PROBS)
+
+
+@pytest.fixture
+def make_engine(tiny_model):
+    def make(micro_batch_size=6):
+        settings = {"micro_batch_size": micro_batch_size, "device": "cpu", "dtype": torch.float32}
+        engine = DiffusersEngine(tiny_model, ModelConfig(lora_rank=4, lora_alpha=4), **settings)
+        engine.sync(random_like(adapter_state(engine.transformer, engine.adapter), 0.05), 5)
+        return engine
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("steps", "end", "expected"),
+    [
+        (None, 2, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (0.5, 2, [0, 1, 2, 4, 6, 8, 10]),
+        (0.5, 3, [0, 1, 2, 3, 5, 7, 8, 10]),  # 3.5 steps are 4, at 3 + 7/4, 3 + 14/4 and 3 + 21/4
+        (0.4, 5, [0, 1, 2, 3, 4, 5, 8, 10]),
+        (1.0, 4, [0, 1, 2, 3, 4, 10]),
+        (3.0, 8, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (0.01, 9, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (2.0, 10, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (0.2, 0, [0, 5, 10]),
+    ],
+)
+def test_levels_by_hand(steps, end, expected):
+    assert TailConfig(steps=steps).levels(10, end) == expected
+
+
+def test_shares_are_rounded_up_but_not_for_a_rounding():
+    assert 0.07 * 100 > 7
+    assert TailConfig(steps=0.07).number(100) == 7
+    assert TailConfig(steps=0.071).number(100) == 8
+
+
+def test_a_multistep_factor_by_hand():
+    """log((1-s)/s) at .8, .5 and .2 is -log 4, 0 and log 4, at .9 it is -log 9."""
+    course = Course.of([0], 1, [1.0, 0.9, 0.8, 0.5, 0.2, 0.0], TailConfig(solver="dpm++2m"))
+    expected = [0, 0, math.log(4) / (2 * math.log(9 / 4)), 0.5, 0]
+    assert_close(course.extrapolates[:, 0], torch.tensor(expected))
+    # From pure noise the step before is infinitely long.
+    assert Course.of([0], 0, [1.0, 0.8, 0.5, 0.0], TailConfig(solver="dpm++2m")).extrapolates.eq(0).all()
+
+
+def diffusers_scheduler(solver, schedule):
+    """diffusers' own solver over the levels of a schedule."""
+    if solver == "heun":
+        scheduler = FlowMatchHeunDiscreteScheduler()
+        scheduler.set_timesteps(len(schedule.timesteps))
+        twice = [0, *(i for level in range(1, len(schedule.timesteps)) for i in (level, level))]
+        scheduler.timesteps = schedule.timesteps[twice]
+        scheduler.sigmas = torch.cat([schedule.sigmas[twice], schedule.sigmas[-1:]])
+        scheduler._step_index = 0
+        return scheduler
+    scheduler = DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, final_sigmas_type="zero", algorithm_type="dpmsolver++"
+    )
+    scheduler.set_timesteps(len(schedule.timesteps))
+    scheduler.timesteps = schedule.timesteps
+    scheduler.sigmas = schedule.sigmas
+    scheduler._step_index = 0
+    return scheduler
+
+
+@pytest.mark.parametrize("solver", ["heun", "dpm++2m"])
+def test_solvers_are_those_of_diffusers(tiny_model, make_engine, solver):
+    request = request_for(tiny_model, steps=6, window=0, cfg=2.0, record_clean=True, tail=TailConfig(solver=solver))
+    engine = make_engine()
+    answer = engine.generate(request)
+    check_rollout(request, answer, tiny_model, HeldAdapter(5, answer.echo.adapter_digest), "float32")
+    schedule = tiny_model.schedule(6, 32, 32)
+    scheduler = diffusers_scheduler(solver, schedule)
+    cond = request.conditioning.rows(request.prompt_index, torch.device("cpu"))
+    generators = [torch.Generator().manual_seed(seed) for seed in request.seeds]
+    latents = torch.stack([tiny_model.initial_noise(generator, 32, 32) for generator in generators])
+    with torch.no_grad(), adapter_active(engine.transformer, engine.adapter):
+        for t in scheduler.timesteps:
+            velocity = tiny_model.velocity(engine.transformer, latents, t.expand(6), cond)
+            latents = scheduler.step(velocity, t, latents).prev_sample
+    found = answer.batch[Key.CLEAN_LATENTS]
+    assert_close(found, latents, atol=2e-5, rtol=1e-4)
+    euler = engine.generate(replace(request, tail=None)).batch[Key.CLEAN_LATENTS]
+    assert (euler - latents).abs().max() > 100 * (found - latents).abs().max()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_window_is_as_it_was(tiny_model, make_engine, solver):
+    """Bit for bit, in a batch of one window, where the steps up to the tail have the same shapes."""
+    request = request_for(tiny_model, starts=(1,) * 6, steps=7, cfg=2.0)
+    whole = make_engine().generate(request)
+    short = make_engine().generate(replace(request, tail=TailConfig(solver=solver, steps=0.5)))
+    for name in RECORDED:
+        assert torch.equal(whole.batch[name], short.batch[name])
+    assert not torch.equal(whole.images, short.images)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_images_are_those_of_every_image_by_itself(tiny_model, make_engine, solver, shared):
+    """Images of different windows in one batch pass by different levels."""
+    start_seeds = [1, 1, 2, 2, 3, 3] if shared else None
+    tail = TailConfig(solver=solver, steps=0.5)
+    request = request_for(tiny_model, starts=(0, 0, 3, 3, 4, 4), steps=8, cfg=2.0, start_seeds=start_seeds, tail=tail)
+    together = make_engine().generate(request)
+    check_rollout(request, together, tiny_model, HeldAdapter(5, together.echo.adapter_digest), "float32")
+    engine = make_engine(1)
+    alone = joined(request, [engine.generate(rows_of(request, torch.tensor([i]))) for i in range(6)])
+    assert torch.equal(together.echo.moves, alone.echo.moves)
+    for name in RECORDED:
+        assert_close(together.batch[name], alone.batch[name], atol=2e-5, rtol=1e-4)
+    assert (together.images.int() - alone.images.int()).abs().max() <= 1
+
+
+def rows_of_transformer(engine, request):
+    """Rows of all transformer forwards, counted by a hook."""
+    rows = []
+    hook = engine.transformer.register_forward_hook(
+        lambda module, given, kwargs, out: rows.append(len(out[0])), with_kwargs=True
+    )
+    engine.generate(request)
+    hook.remove()
+    return rows
+
+
+QWEN = {"n": 3, "micro_batch_size": 12, "pipeline": {"num_inference_steps": 10}}
+QWEN_ALGO = {"sde_window_size": 2, "sde_window_range": [0, 5]}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_forwards_are_as_planned(tiny_model, make_engine, solver, shared):
+    """One prompt at each place of the window, three images each."""
+    starts = [start for start in range(4) for _ in range(3)]
+    seeds = starts if shared else None
+    tail = TailConfig(solver=solver, steps=0.5)
+    prompts = ["1", "2", "3", "4"]
+    request = request_for(
+        tiny_model, prompts, index=starts, starts=starts, steps=10, start_seeds=seeds, tail=tail, seed=3
+    )
+    config = convert(
+        RolloutConfig,
+        {**QWEN, "algo": {**QWEN_ALGO, "init_same_noise": shared}, "tail": {"solver": solver, "steps": 0.5}},
+    )
+    counted = sum(rows_of_transformer(make_engine(12), request))
+    assert counted == pytest.approx(12 * sum(config.forwards_per_image(clean=False)))
+
+
+def test_forwards_of_qwen_images_settings_by_hand():
+    """Before the window 1.5 steps on average, computed once for 16 images, then 2, the first of them from equal states;
+    of 8, 7, 6 and 5 steps after it 4, 4, 3 and 3 are taken."""
+    given = {"n": 16, "micro_batch_size": 16, "pipeline": {"num_inference_steps": 10}, "tail": {"steps": 0.5}}
+    config = convert(RolloutConfig, {**given, "algo": {**QWEN_ALGO, "init_same_noise": True}})
+    assert config.forwards_per_image(clean=False) == (1.5 / 16, 17 / 16, 3.5)
+    assert config.forwards_per_image(clean=True) == (0, 0, 5)
+    heun = convert(RolloutConfig, {**given, "algo": QWEN_ALGO, "tail": {"solver": "heun"}})
+    assert heun.forwards_per_image(clean=False) == (1.5, 2, 12)
+    assert heun.forwards_per_image(clean=True) == (0, 0, 19)
+
+
+def test_another_tail_than_asked_for_is_refused(tiny_model, make_engine):
+    engine = make_engine()
+    request = request_for(tiny_model, steps=7, tail=TailConfig(solver="heun", steps=0.5))
+    answer = engine.generate(request)
+    held = HeldAdapter(5, answer.echo.adapter_digest)
+    check_rollout(request, answer, tiny_model, held, "float32")
+    plain = engine.generate(replace(request, tail=None, request_id=request.request_id))
+    with pytest.raises(RolloutSyncError, match=r"tail solver: got None, expected heun; .*rollout\.tail"):
+        check_rollout(request, plain, tiny_model, held, "float32")
+    with pytest.raises(RolloutSyncError, match="tail solver: got heun, expected None"):
+        check_rollout(replace(request, tail=None), answer, tiny_model, held, "float32")
+    moves = answer.echo.moves.clone()
+    moves[3, 5] = ~moves[3, 5]
+    wrong = replace(answer, echo=replace(answer.echo, moves=moves))
+    with pytest.raises(RolloutSyncError, match="steps taken for row 3: got"):
+        check_rollout(request, wrong, tiny_model, held, "float32")
+    unknown = replace(answer, echo=replace(answer.echo, moves=None))
+    with pytest.raises(RolloutSyncError, match="steps taken: got None, expected some"):
+        check_rollout(request, unknown, tiny_model, held, "float32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 0}, r"tail\.steps: got 0\.0; give a number above 0"),
+        ({"steps": -0.5}, r"tail\.steps: got -0\.5"),
+        ({"steps": 2.5}, r"tail\.steps: got 2\.5; give a whole number of steps, or below 1 a share"),
+        ({"solver": "huen"}, r"tail\.solver: got 'huen'; choose one of euler, heun, dpm\+\+2m"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        convert(RolloutConfig, {"tail": settings})
