@@ -174,10 +174,14 @@ class MiniBatch(NamedTuple):
     old: OldPolicy | None = None
     """The old policy of these rows. ``None``: the rollout in bypass mode; in decoupled mode the current policy, which
     the update's own forward pass supplies."""
+    rejected: int = 0
+    """Steps that were left out of ``rows`` because rejection removes them; they count in the means."""
+    idle: int = 0
+    """Steps that were left out because their advantage is 0; they count in the loss's mean alone."""
 
     def part(self, places: Int[Tensor, " M"]) -> "MiniBatch":
         """The part at some places of ``rows``."""
-        return MiniBatch(self.rows[places], None if self.old is None else self.old.rows(places))
+        return self._replace(rows=self.rows[places], old=None if self.old is None else self.old.rows(places))
 
 
 def apply_bypass_mode_to_diffusion_batch(batch: Batch) -> Batch:

@@ -295,8 +295,10 @@ class DiffusionActor:
         """Accumulate one mini-batch, reduce over ranks, divide, clip, step. Returns the metrics, the mini-batch with
         its old policy, and the gradient's norm: ``None`` if rejection kept nothing and no step was taken."""
         self.optimizer.zero_grad(set_to_none=True)
+        mini = self._with_gradient(update, mini)
         done = self._backward(update, mini)
-        total = done.metrics.all_reduce()
+        counts_rejected = update.mode.rollout_correction.rejection_normalization == "all"
+        total = done.metrics.with_left_out(mini.rejected, mini.idle, counts_rejected=counts_rejected).all_reduce()
         # At least 1: a mini-batch without a kept element has gradients of 0, not NaN.
         self._reduce_gradients(total.denominator.clamp(min=1.0))
         norm = clip_grad_norm_(self._parameters, self.config.grad_clip)
@@ -329,6 +331,34 @@ class DiffusionActor:
         if self.average is not None:
             self.average.step(self._parameters)
         return total, mini, norm
+
+    def _with_gradient(self, update: "_Update", mini: MiniBatch) -> MiniBatch:
+        """The mini-batch without images whose gradient is exactly 0: all of their steps are rejected, or their
+        advantage is 0 and there is no KL. Every process keeps equally many, at least one."""
+        mode = update.mode
+        correction = mode.rollout_correction
+        # Weights that the update itself normalises depend on every image.
+        normalises = update.corrects(mini) and correction.rollout_is_batch_normalize
+        if mode.objective.paired or normalises:
+            return mini
+        rejected = torch.zeros(len(mini.rows), dtype=torch.bool)
+        if mini.old is not None and mini.old.keep is not None and not mode.bypasses:
+            rejected = ~mini.old.keep.any(1)
+        idle = torch.zeros_like(rejected)
+        # A mean over the kept steps has to know which of these rejection would keep.
+        counts_all = correction.rejection_normalization == "all"
+        if mode.objective.scales_with_advantage and not self.config.needs_reference and counts_all:
+            advantages = update.batch[Key.ADVANTAGES][mini.rows]
+            idle = advantages.reshape(len(mini.rows), -1).eq(0).all(1) & ~rejected
+        needed = max(1, largest_on_any_process(int((~(rejected | idle)).sum())))
+        # Those with a gradient first, each kind in the order of the batch.
+        order = (rejected | idle).int().argsort(stable=True)
+        kept = order[:needed].sort().values
+        gone = order[needed:]
+        steps = update.steps.window
+        return mini.part(kept)._replace(
+            rejected=mini.rejected + steps * int(rejected[gone].sum()), idle=mini.idle + steps * int(idle[gone].sum())
+        )
 
     def _backward(self, update: "_Update", mini: MiniBatch) -> "_Accumulated":
         """Accumulate a mini-batch's gradients over its micro-batches, without a host sync between them."""
@@ -619,6 +649,16 @@ def _read(log_probs: Tensor, metrics: LossMetrics, norm: Tensor) -> tuple[Tensor
     figures = torch.cat([part.double() for part in parts]).cpu()
     values, sums, extremes, size = figures.split([len(part) for part in parts])
     return values.view(log_probs.shape).to(log_probs.dtype), LossMetrics(metrics.names, sums, extremes), float(size)
+
+
+def largest_on_any_process(number: int) -> int:
+    """The largest ``number`` of all processes. Collective, as ``on_any_process``."""
+    state = PartialState()
+    if state.num_processes == 1:
+        return number
+    largest = torch.tensor(number, device=state.device)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return int(largest)
 
 
 def on_any_process(flag: Tensor | bool) -> bool:

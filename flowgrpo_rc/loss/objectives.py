@@ -206,6 +206,11 @@ class Objective:
         return self.has_limit or self.needs_old_means
 
     @property
+    def scales_with_advantage(self) -> bool:
+        """True if an image with an advantage of 0 has no gradient: its loss is a ratio times the advantage."""
+        return self.has_limit
+
+    @property
     def clips(self) -> bool:
         """True if it clips a ratio."""
         return self.has_limit and isinstance(self.limit, ClipBand)

@@ -89,6 +89,21 @@ class LossMetrics:
         # Both have the same names: the micro-batches of an update share objective and mode.
         return LossMetrics(self.names, self.sums + other.sums, torch.maximum(self.extremes, other.extremes))
 
+    def with_left_out(self, rejected: int, idle: int, *, counts_rejected: bool) -> "LossMetrics":
+        """Add elements without gradient that were never computed: rejected ones as ``of`` counts them, and those with
+        an advantage of 0 to the denominator alone.
+
+        Args:
+            counts_rejected: the loss's denominator counts rejected elements.
+        """
+        added = {"denominator": idle + counts_rejected * rejected, "elements": rejected, "ratio": rejected}
+        columns = [float(added.get(name, 0)) for name in self.names]
+        # A rejected element's ratio is 1.
+        ends = self.extremes.new_tensor([-1.0, 1.0] if rejected else [-math.inf, -math.inf])
+        more = self.sums.new_tensor([float(rejected), float(idle)])
+        sums = torch.cat([self.sums + self.sums.new_tensor(columns), more])
+        return LossMetrics((*self.names, "rejected", "idle"), sums, torch.maximum(self.extremes, ends))
+
     def all_reduce(self, group: object | None = None) -> "LossMetrics":
         """Merge over the ranks of ``group`` (``None``: the default group); without ``torch.distributed`` itself."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -124,9 +139,10 @@ class LossMetrics:
         pi_theta``; ``pg_clipfrac`` the share of ratios outside the clip band (``_higher``, ``_lower``: above and below
         it); ``pg_clipfrac_inert`` the share whose gradient clipping removes; ``ratio_*`` and ``log_ratio_abs_mean``
         describe ``pi_theta/pi_old``; ``velocity_norm`` and ``ref_velocity_norm``, where velocities were given, are root
-        mean squares over the latent dimensions of the kept elements. On the token path the elements are the valid
-        tokens, and ``pg_clipfrac_dual`` is the share that the dual clip bounds (verl's ``pg_clipfrac_lower``). Without
-        a valid element every ratio is 1.
+        mean squares over the latent dimensions of the kept elements; ``left_out_fraction`` is the share of elements
+        that were never computed (``with_left_out``): no mean but ``pg_loss`` covers those with an advantage of 0. On
+        the token path the elements are the valid tokens, and ``pg_clipfrac_dual`` is the share that the dual clip
+        bounds (verl's ``pg_clipfrac_lower``). Without a valid element every ratio is 1.
         """
         *sums, minus_least, most = torch.cat([self.sums, self.extremes]).tolist()
         total = dict(zip(self.names, sums, strict=True))
@@ -136,6 +152,10 @@ class LossMetrics:
         dual = {"actor/pg_clipfrac_dual": total["dual_clipped"] / n} if "dual_clipped" in total else {}
         denominator = total["denominator"] if total["denominator"] > 0 else 1.0
         at_least_one = max(total["kept"], 1.0)
+        left_out = {}
+        if "idle" in total:
+            everything = max(total["elements"] + total["idle"], 1.0)
+            left_out = {"actor/left_out_fraction": (total["rejected"] + total["idle"]) / everything}
         norms = {f"actor/{n}": math.sqrt(total[n] / at_least_one) for n in VELOCITY_NORMS if n in total}
         return {
             "actor/pg_loss": total["loss"] / denominator,
@@ -152,6 +172,7 @@ class LossMetrics:
             "actor/ratio_max": most,
             "actor/kl_loss": total["kl_loss"] / denominator,
             **norms,
+            **left_out,
         }
 
 
