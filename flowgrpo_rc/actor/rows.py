@@ -92,6 +92,7 @@ class RecordedSteps:
             if old is not None and old.means is not None:
                 (data[self.old_means],) = take_rows([old.means], torch.arange(len(rows))[places], self._device)
             conditioning = self._conditioning.rows(self._prompt_index[rows[places]], self._device)
+            conditioning = conditioning.at_levels(self._batch[Key.SIGMAS].flatten()[rows[places]].tolist())
             yield MicroBatch(places, data, conditioning)
 
     def _inputs(

@@ -234,7 +234,7 @@ def _settings(config: Any, folders: Mapping[str, Path], updates: Mapping[str, An
     """Names and values for the page."""
     rollout = config.actor_rollout_ref.rollout
     pipeline = rollout.validation_pipeline
-    guidance = f"true_cfg_scale {pipeline.true_cfg_scale:g}"
+    guidance = f"true_cfg_scale {pipeline.guidance_in_words}"
     if pipeline.guidance_scale is not None:
         guidance += f", guidance_scale {pipeline.guidance_scale:g}"
     files = config.data.val_files

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.registry import FAMILIES, FamilyEntry
+from flowgrpo_rc.models.sharding import is_sharded
 from flowgrpo_rc.prompt import Prompt, ReferenceImage, texts
 from flowgrpo_rc.quiet import IMPORTS, only_errors
 from flowgrpo_rc.transfers import onto
@@ -126,6 +127,18 @@ class Conditioning:
     guidance_scale: float | None
     height: int
     width: int
+    guidance_interval: tuple[float, float] | None = None
+    """Lowest and highest noise level with classifier-free guidance; ``None``: guidance at every level."""
+    guided: tuple[bool, ...] | None = None
+    """Rows with classifier-free guidance, see ``at_levels``; ``None``: all of them."""
+
+    def at_levels(self, sigmas: Sequence[float]) -> "Conditioning":
+        """The conditioning of rows at these noise levels, with guidance where ``guidance_interval`` has it."""
+        if self.negative is None or self.guidance_interval is None:
+            return self
+        low, high = self.guidance_interval
+        guided = tuple(low <= sigma <= high for sigma in sigmas)
+        return replace(self, guided=None if all(guided) else guided)
 
     def to(self, device: torch.device) -> "Conditioning":
         """All of it, on ``device``."""
@@ -135,7 +148,8 @@ class Conditioning:
     def rows(self, index: Tensor, device: torch.device) -> "Conditioning":
         """The conditioning of some images, on ``device``; ``index`` is on the host."""
         negative = None if self.negative is None else self.negative.rows(index, device)
-        return replace(self, prompts=self.prompts.rows(index, device), negative=negative)
+        guided = None if self.guided is None else tuple(self.guided[row] for row in index.tolist())
+        return replace(self, prompts=self.prompts.rows(index, device), negative=negative, guided=guided)
 
 
 @dataclass(frozen=True)
@@ -325,7 +339,8 @@ class DiffusionModel(ABC):
         *,
         detach_unconditional: bool = False,
     ) -> Float[Tensor, " B *L"]:
-        """The flow's velocity with guidance, float32, computed in the transformer's own precision.
+        """The flow's velocity with guidance of the rows that ``conditioning.guided`` names, float32, computed in the
+        transformer's own precision.
 
         With guidance, one call of the transformer computes the conditional and the unconditional half, for twice as
         many rows. It takes two calls without ``batch_guidance``, or if the family cannot join prompts of these lengths.
@@ -336,19 +351,40 @@ class DiffusionModel(ABC):
         negative = conditioning.negative
         if negative is None:
             return self._forward(transformer, latents, timesteps, conditioning)
+        # Rows without guidance take no part in the unconditional half.
+        rows = None
+        if conditioning.guided is not None:
+            rows = torch.tensor(conditioning.guided).nonzero().flatten()
         # Prompts of other lengths can join them only if the transformer ignores the padding.
         joins = self.masks_prompts or conditioning.prompts.embeds.shape[1] == negative.embeds.shape[1]
-        if self.batch_guidance and joins and not detach_unconditional:
-            # One call with twice the rows: a small batch leaves a GPU waiting for the next launch.
-            twice = replace(conditioning, prompts=conditioning.prompts.followed_by(negative))
-            both = self._forward(transformer, torch.cat([latents, latents]), timesteps.repeat(2), twice)
-            cond, uncond = both.chunk(2)
+        twice = not (self.batch_guidance and joins) or detach_unconditional
+        unguided = rows is not None and not len(rows)
+        if unguided and not (twice and is_sharded(transformer)):
+            return self._forward(transformer, latents, timesteps, conditioning)
+        there = None
+        half = (latents, timesteps)
+        if rows is not None:
+            # Without any guided row this is the call that the other processes of a sharded transformer make.
+            rows = torch.zeros(1, dtype=torch.long) if unguided else rows
+            there = onto(rows, latents.device)
+            half = (latents[there], timesteps[there])
+            negative = negative.rows(rows, latents.device)
+        if not twice:
+            # One call with more rows: a small batch leaves a GPU waiting for the next launch.
+            both = replace(conditioning, prompts=conditioning.prompts.followed_by(negative))
+            times = torch.cat([timesteps, half[1]])
+            found = self._forward(transformer, torch.cat([latents, half[0]]), times, both)
+            cond, uncond = found.split([len(latents), len(half[0])])
         else:
             cond = self._forward(transformer, latents, timesteps, conditioning)
             # After the conditional half: autocast keeps the weights that it has rounded, with their graph or without.
             with torch.set_grad_enabled(torch.is_grad_enabled() and not detach_unconditional):
-                uncond = self._forward(transformer, latents, timesteps, replace(conditioning, prompts=negative))
-        return self._guide(cond, uncond, conditioning.true_cfg_scale)
+                uncond = self._forward(transformer, *half, replace(conditioning, prompts=negative))
+        if unguided:
+            return cond + 0.0 * uncond.mean()  # in the graph: the other processes have a backward pass of it
+        if there is None:
+            return self._guide(cond, uncond, conditioning.true_cfg_scale)
+        return cond.index_put((there,), self._guide(cond[there], uncond, conditioning.true_cfg_scale))
 
     def as_embedded(
         self, timesteps: Float[Tensor, " B"], conditioning: Conditioning, dtype: torch.dtype

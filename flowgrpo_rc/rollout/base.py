@@ -96,6 +96,8 @@ class Echo:
     """``adapter_digest`` of the weights that drew the images."""
     start_seeds: tuple[int, ...] | None = None
     """Seed of each image's starting noise; ``None`` if it comes from ``seeds``."""
+    guidance_interval: tuple[float, float] | None = None
+    """Lowest and highest noise level with classifier-free guidance; ``None``: at all levels, or no guidance."""
     tail_solver: str | None = None
     """Solver of the steps after the window; ``None`` without a ``tail``."""
     moves: Bool[Tensor, "B N"] | None = None

@@ -48,6 +48,15 @@ JOINED = "+"
 """Joins the devices of one engine in an entry of ``rollout.devices``."""
 
 
+Interval = Annotated[
+    list[float],
+    Check(
+        lambda ends: len(ends) == 2 and 0 <= ends[0] < ends[1] <= 1,
+        "give the lowest and the highest noise level between 0 and 1, e.g. [0.2,0.8],",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Share:
     """Position among the trainer processes of a machine, which divide its engines among themselves."""
@@ -118,11 +127,30 @@ class PipelineConfig(Section):
     calls this ``guidance_scale``."""
     guidance_scale: NonNegativeFloat | None = None
     """Guidance that guidance-distilled models take as an input. Null for all other models."""
+    guidance_interval: Interval | None = None
+    """``[lowest, highest]`` noise level, from 0 (image) to 1 (noise), at which classifier-free guidance acts; elsewhere
+    a step runs the model once. Engine and actor keep to it alike, so that it makes no gap. Null guides every step."""
     max_sequence_length: PositiveInt = 512
     """Prompts are cut to this many embeddings (of T5 with Stable Diffusion 3, which pads to them)."""
     reference_area: PositiveInt | None = None
     """Pixels that each reference image is scaled to, with its own aspect ratio, before the VAE encodes it. Null scales
     as the pipeline's own call does, most often to about 1024 * 1024; fewer pixels cost less at every step."""
+
+    def problems(self) -> Iterator[str]:
+        """An interval of guidance without guidance."""
+        if self.guidance_interval is not None and self.true_cfg_scale <= 1:
+            yield (
+                f"guidance_interval: got {self.guidance_interval} with true_cfg_scale={self.true_cfg_scale:g}, which "
+                "is no guidance; set true_cfg_scale above 1, or leave guidance_interval null"
+            )
+
+    @property
+    def guidance_in_words(self) -> str:
+        """The scale of classifier-free guidance, and where it acts."""
+        if self.guidance_interval is None:
+            return f"{self.true_cfg_scale:g}"
+        low, high = self.guidance_interval
+        return f"{self.true_cfg_scale:g} at noise levels from {low:g} to {high:g}"
 
 
 @documented_fields
@@ -142,6 +170,9 @@ class ValPipelineConfig(Section):
     """Scale of classifier-free guidance in validation. Null takes the training value."""
     guidance_scale: NonNegativeFloat | None = None
     """Guidance that guidance-distilled models take as an input in validation. Null takes the training value."""
+    guidance_interval: Interval | None = None
+    """Noise levels with classifier-free guidance in validation. Null takes the training value; [0,1] guides every
+    step."""
     max_sequence_length: PositiveInt | None = None
     """How many embeddings prompts are cut to in validation. Null takes the training value."""
     reference_area: PositiveInt | None = None

@@ -115,6 +115,8 @@ def check_echo(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
     _check_floats("sigmas", echo.sigmas, schedule.sigmas, _SCHEDULE_CAUSE)
     _check_floats("timesteps", echo.timesteps, schedule.timesteps, _SCHEDULE_CAUSE)
     _check("true_cfg_scale", echo.true_cfg_scale, true_cfg_scale, _GUIDANCE_CAUSE)
+    interval = None if cond.negative is None else cond.guidance_interval
+    _check("guidance_interval", echo.guidance_interval, interval, _GUIDANCE_CAUSE)
     _check("guidance_scale", echo.guidance_scale, cond.guidance_scale, "the engine ignored or renamed it")
     _check("noise_level", echo.noise_level, request.noise_level if stochastic else 0.0, _NOISE_CAUSE)
     _check("sde_type", echo.sde_type, request.sde_type, _NOISE_CAUSE)

@@ -70,6 +70,7 @@ class RequestSampler:
         # Read from the conditioning that the velocity gets, not from the request's settings.
         self._true_cfg_scale = 1.0 if cond.negative is None else float(cond.true_cfg_scale)
         self._guidance_scale = cond.guidance_scale
+        self._guidance_interval = None if cond.negative is None else cond.guidance_interval
         steps = len(self._timesteps)
         # Any place serves for a window of size 0.
         starts = torch.zeros(len(rows), dtype=torch.long)
@@ -97,9 +98,10 @@ class RequestSampler:
             t = self._timesteps[step].expand(len(rows))
             sigma = self._sigmas[step].expand(len(rows))
             next_sigma = self._sigmas[next_level[step]]
-            velocity = self._velocity(latents, t, cond, computed[step])
+            velocity = self._velocity(latents, t, cond.at_levels([self._levels[step]] * len(rows)), computed[step])
             if tail.solver == "heun" and step + 1 < steps:
-                velocity = self._heun(latents, velocity, step, next_level[step], course.corrects[step], cond)
+                ends = cond.at_levels([self._levels[level] for level in course.next_level[step].tolist()])
+                velocity = self._heun(latents, velocity, step, next_level[step], course.corrects[step], ends)
             elif tail.solver == "dpm++2m":
                 velocity, estimate = corrected_velocity(velocity, latents, sigma, extrapolates[step], clean)
                 clean = _where(moves[step], estimate, clean)
@@ -216,6 +218,7 @@ class RequestSampler:
             sigmas=schedule["sigmas"],
             true_cfg_scale=self._true_cfg_scale,
             guidance_scale=self._guidance_scale,
+            guidance_interval=self._guidance_interval,
             noise_level=float(noise_levels.max()),
             sde_type=self._request.sde_type,
             window_starts=stochastic.argmax(0) if stochastic.any() else None,

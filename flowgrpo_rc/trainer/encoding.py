@@ -123,8 +123,19 @@ def condition(model: DiffusionModel, encoder: PromptEncoder, prompts: PromptSet)
     negative = prompts.negative(model)
     positive = encoder(prompts.positive, length)
     steered = encoder(negative, length) if negative else None
-    guidance = (pipeline.true_cfg_scale, pipeline.guidance_scale)
-    return Conditioning(positive, steered, *guidance, pipeline.height, pipeline.width)
+    interval = None
+    if pipeline.guidance_interval is not None:
+        low, high = pipeline.guidance_interval
+        interval = (low, high)
+    return Conditioning(
+        positive,
+        steered,
+        pipeline.true_cfg_scale,
+        pipeline.guidance_scale,
+        pipeline.height,
+        pipeline.width,
+        guidance_interval=interval,
+    )
 
 
 def check_numbers(pipeline_class: str, records: Sequence[PromptRecord]) -> None:

@@ -219,7 +219,7 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
         gradient = "the update's gradient goes through both halves"
         if actor.detach_unconditional:
             gradient = "the update's gradient leaves the unconditional half out (detach_unconditional)"
-        guidance = f"true_cfg_scale={rollout.pipeline.true_cfg_scale:g}, {forwards}; {gradient}"
+        guidance = f"true_cfg_scale={rollout.pipeline.guidance_in_words}, {forwards}; {gradient}"
     lag = f", {rollout.staleness} batches behind the actor" if rollout.staleness else ""
     return [
         f"Run folder: {root}",

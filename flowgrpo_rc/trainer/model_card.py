@@ -136,7 +136,7 @@ def _evaluation(rows: Sequence[Mapping[str, Any]], pipeline: PipelineConfig) -> 
     first, last = held_out[0], held_out[-1]
     lines = [
         f"Held-out prompts, fixed noise, deterministic sampling, {pipeline.num_inference_steps} steps, "
-        f"{pipeline.width} x {pipeline.height} pixels, guidance {pipeline.true_cfg_scale:g}.",
+        f"{pipeline.width} x {pipeline.height} pixels, guidance {pipeline.guidance_in_words}.",
         "",
         f"| reward | step {first['step']} | step {last['step']} |",
         "|---|---|---|",
