@@ -68,6 +68,12 @@ def compose(
     refusals.raise_if_any()
     assert config is not None
     translation.warn(stacklevel=2)
+    if config.actor_rollout_ref.rollout.shares_one_step:
+        warnings.warn(
+            "actor_rollout_ref.rollout.algo.init_same_noise: got true with windows that all begin with the first step, "
+            "so that a prompt's images have no more than that step in common; let sde_window_range begin later",
+            stacklevel=2,
+        )
     # A script's own settings are there to be replaced.
     if repeated and not os.environ.get("FLOWGRPO_RC_SCRIPT"):
         warnings.warn(f"given more than once, so the last counts: {'; '.join(repeated)}", stacklevel=2)

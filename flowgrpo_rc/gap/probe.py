@@ -92,6 +92,7 @@ def sample_and_rescore(run: ProbedRun, images: int, before: int = 0) -> ProbeBat
         noise_level=rollout.algo.noise_level,
         sde_type=rollout.algo.sde_type,
         record_means=True,
+        cache=rollout.request_cache,
     )
     trajectories, rollout_seconds = timed(run.device, lambda: run.generate(request))
     batch = trajectories.batch

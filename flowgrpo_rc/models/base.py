@@ -379,7 +379,7 @@ class DiffusionModel(ABC):
             cond = self._forward(transformer, latents, timesteps, conditioning)
             # After the conditional half: autocast keeps the weights that it has rounded, with their graph or without.
             with torch.set_grad_enabled(torch.is_grad_enabled() and not detach_unconditional):
-                uncond = self._forward(transformer, *half, replace(conditioning, prompts=negative))
+                uncond = self._forward(transformer, *half, replace(conditioning, prompts=negative), "negative")
         if unguided:
             return cond + 0.0 * uncond.mean()  # in the graph: the other processes have a backward pass of it
         if there is None:
@@ -457,10 +457,18 @@ class DiffusionModel(ABC):
         """Most rows and columns of tokens that have positions."""
         return sys.maxsize, sys.maxsize
 
-    def _forward(self, transformer: Any, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> Tensor:
+    def _forward(
+        self, transformer: Any, latents: Tensor, timesteps: Tensor, cond: Conditioning, half: str = "positive"
+    ) -> Tensor:
         inputs = self._inputs(compute_dtype(transformer), latents, timesteps, cond)
+        cached = nullcontext()
+        if getattr(transformer, "is_cache_enabled", False):
+            # A cache compares outputs of equal shape, and not those of one half with the other's.
+            cached = transformer.cache_context(f"{half} {len(latents)}")
+        with cached:
+            output = self._call(transformer, inputs)
         # Guidance multiplies differences of velocities, and with them any rounding: float32 from here on.
-        return self._velocity_of(self._call(transformer, inputs), latents).float()
+        return self._velocity_of(output, latents).float()
 
     def _call(self, transformer: Any, inputs: dict[str, Any]) -> Any:
         """Output of the transformer; engines with other transformers override it."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.models.base import Conditioning
+from flowgrpo_rc.rollout.cache import CacheConfig
 from flowgrpo_rc.rollout.tail import TailConfig
 
 
@@ -62,6 +63,8 @@ class RolloutRequest:
     engine computes the steps that such images have in common once: all up to their first stochastic step."""
     tail: TailConfig | None = None
     """The steps after the window; ``None`` takes each of them, by Euler. Without a window all steps are the tail."""
+    cache: CacheConfig | None = None
+    """A cache of the transformer; ``None`` computes every block of every step."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class Echo:
     """Seed of each image's starting noise; ``None`` if it comes from ``seeds``."""
     guidance_interval: tuple[float, float] | None = None
     """Lowest and highest noise level with classifier-free guidance; ``None``: at all levels, or no guidance."""
+    cache: str | None = None
+    """The cache that was on, and where; ``None`` without one."""
     tail_solver: str | None = None
     """Solver of the steps after the window; ``None`` without a ``tail``."""
     moves: Bool[Tensor, "B N"] | None = None

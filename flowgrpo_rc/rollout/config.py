@@ -12,6 +12,7 @@ from typing import Annotated
 
 from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.rollout.cache import CacheConfig
 from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.rollout.tail import TailConfig
 from flowgrpo_rc.sde.types import SDE_TYPES
@@ -341,6 +342,7 @@ class RolloutConfig(Section):
     """Record the engine's log-probs. SDE steps need them; there are none of clean images, whatever is given here."""
     algo: RolloutAlgoConfig = field(default_factory=RolloutAlgoConfig)
     tail: TailConfig = field(default_factory=TailConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     val_kwargs: ValConfig = field(default_factory=ValConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
@@ -363,6 +365,11 @@ class RolloutConfig(Section):
         if self.rollout_attn_backend not in (None, *engine.attention_backends):
             backends = ", ".join((*engine.attention_backends, "null"))
             yield f"rollout_attn_backend: got {self.rollout_attn_backend!r}; choose one of {backends}"
+        if self.cache.name is not None and is_vllm_omni:
+            yield (
+                f"cache.name: got {self.cache.name} with name=vllm_omni; these are caches of diffusers, so set it to "
+                f"null or {_HERE}.name=diffusers"
+            )
         # The section alone takes 0, as validation has it; a run needs steps with a density.
         if self.algo.noise_level == 0:
             yield "algo.noise_level: got 0; a deterministic rollout has no log-prob to train on, give e.g. 0.7"
@@ -444,9 +451,19 @@ class RolloutConfig(Section):
         return f"{round(sum(parts), 2):g} forwards an image{where}"
 
     @property
+    def shares_one_step(self) -> bool:
+        """A prompt's images start from one noise, and no window leaves them more than one step in common."""
+        return self.algo.init_same_noise and self.window.stop == self.window.size
+
+    @property
     def request_tail(self) -> TailConfig | None:
         """``tail`` for a request; ``None`` if it changes nothing."""
         return None if self.tail.is_whole else self.tail
+
+    @property
+    def request_cache(self) -> CacheConfig | None:
+        """``cache`` for a request; ``None`` without one."""
+        return None if self.cache.name is None else self.cache
 
     @property
     def window(self) -> SDEWindow:

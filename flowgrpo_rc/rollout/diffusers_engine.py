@@ -26,9 +26,10 @@ from flowgrpo_rc.models.lora import (
 )
 from flowgrpo_rc.models.sharding import gathered_once
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, check_has_adapter
+from flowgrpo_rc.rollout.cache import CacheConfig, StepCache, check_cache
 from flowgrpo_rc.rollout.config import QUANTIZATIONS, RolloutConfig
 from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
-from flowgrpo_rc.rollout.sampling import RequestSampler
+from flowgrpo_rc.rollout.sampling import RequestSampler, micro_batches
 from flowgrpo_rc.rollout.wide_linear import linear_layers
 
 FP8_MAX = 448.0
@@ -50,8 +51,11 @@ class DiffusersEngine:
     With ``alone`` there is no actor in this process: the engine converts ``model``'s transformer in place instead of
     copying it, so that memory holds one.
 
+    Args:
+        cache: that of the requests to come, to find out now that the transformer cannot have it.
+
     Raises:
-        ValueError: the quantization is unknown, or the actor was created first.
+        ValueError: the quantization is unknown, the transformer cannot have the cache, or the actor was created first.
     """
 
     def __init__(
@@ -66,7 +70,10 @@ class DiffusersEngine:
         attn_backend: str | None = None,
         gather_weights: bool = False,
         alone: bool = False,
+        cache: CacheConfig | None = None,
     ) -> None:
+        if cache is not None:
+            check_cache(cache, model.transformer)
         choice("quantization", quantization, (*QUANTIZATIONS, None))
         taken = getattr(model.transformer, "peft_config", {})
         if ACTOR_ADAPTER in taken:
@@ -115,6 +122,7 @@ class DiffusersEngine:
             attn_backend=config.rollout_attn_backend,
             gather_weights=config.gather_weights,
             alone=alone,
+            cache=config.cache,
         )
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
@@ -150,15 +158,16 @@ class DiffusersEngine:
             RolloutError: no adapter has been synchronised yet, or an image's latents are not finite.
         """
         check_has_adapter(self.adapter_version)
-        sampler = RequestSampler(self._model, self.transformer, request, self._device)
-        micro_batches = torch.arange(len(request.prompt_index)).split(self._micro_batch_size)
+        cache = StepCache(self.transformer, request.cache)
+        sampler = RequestSampler(self._model, self.transformer, request, self._device, cache)
         sampled: list[tuple[Tensor, dict[str, Tensor]]] = []
         gathered = gathered_once(self.transformer) if self._gathers else nullcontext()
         # A shared transformer computes as the actor does, whose backward pass needs torch's own layers.
         linear = nullcontext() if self._shares else linear_layers(self._dtype, self._device)
         # An actor's blocks may be compiled. Compiling them again for the engine's shapes would cost minutes.
-        with adapter_active(self.transformer, self.adapter), torch.compiler.set_stance("force_eager"), gathered, linear:
-            for rows in micro_batches:
+        eager = torch.compiler.set_stance("force_eager")
+        with adapter_active(self.transformer, self.adapter), eager, gathered, linear, cache:
+            for rows in micro_batches(request, self._micro_batch_size):
                 images, steps = sampler.sample(rows)
                 sampled.append((images, steps))
                 if request.on_images is not None:

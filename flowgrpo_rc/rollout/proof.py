@@ -122,6 +122,8 @@ def check_echo(request: RolloutRequest, schedule: Schedule, echo: Echo) -> None:
     _check("sde_type", echo.sde_type, request.sde_type, _NOISE_CAUSE)
     _check("window_starts", _listed(echo.window_starts), _listed(request.window_starts), _NOISE_CAUSE)
     _check("window_size", echo.window_size, request.window_size if stochastic else 0, _NOISE_CAUSE)
+    cache = None if request.cache is None else request.cache.described
+    _check("cache", echo.cache, cache, "the engine ignored actor_rollout_ref.rollout.cache, or has another one")
     check_tail(request, schedule, echo)
 
 

@@ -11,12 +11,28 @@ from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel, compute_dtype
 from flowgrpo_rc.models.sharding import is_sharded
 from flowgrpo_rc.rollout.base import Echo, RolloutError, RolloutRequest
+from flowgrpo_rc.rollout.cache import StepCache
 from flowgrpo_rc.rollout.tail import Course, TailConfig, corrected_velocity, spread
 from flowgrpo_rc.sde import draw, log_prob, transition
 from flowgrpo_rc.transfers import onto, to_host
 
 SCALARS = (Key.TIMESTEPS, Key.SIGMAS, Key.NEXT_SIGMAS, Key.ROLLOUT_LOG_PROBS)
 """Values of a recorded step, in the order in which they are kept."""
+
+
+def micro_batches(request: RolloutRequest, size: int) -> list[Tensor]:
+    """The rows of a request in parts of at most ``size``. With a cache, which the window switches off, the images of a
+    part have one window."""
+    rows = torch.arange(len(request.prompt_index))
+    if request.cache is None or request.window_starts is None:
+        return list(rows.split(size))
+    starts = request.window_starts.tolist()
+    parts: list[list[int]] = []
+    for row in rows.tolist():
+        if not parts or len(parts[-1]) == size or starts[row] != starts[parts[-1][0]]:
+            parts.append([])
+        parts[-1].append(row)
+    return [torch.tensor(part) for part in parts]
 
 
 class RequestSampler:
@@ -30,13 +46,22 @@ class RequestSampler:
         transformer: the engine's own.
         request: the images to draw.
         device: where the transformer is.
+        cache: of the transformer, as ``request.cache`` asks for it; ``None``: the engine has none.
     """
 
-    def __init__(self, model: DiffusionModel, transformer: Any, request: RolloutRequest, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: DiffusionModel,
+        transformer: Any,
+        request: RolloutRequest,
+        device: torch.device,
+        cache: StepCache | None = None,
+    ) -> None:
         self._model = model
         self._transformer = transformer
         self._request = request
         self._device = device
+        self._cache = cache or StepCache(transformer, None)
         cond = request.conditioning
         schedule = model.schedule(request.num_inference_steps, cond.height, cond.width)
         self._timesteps = onto(schedule.timesteps, device)
@@ -89,12 +114,14 @@ class RequestSampler:
         extrapolates = onto(course.extrapolates, self._device)
         moves = onto(course.moves, self._device)
         clean = torch.zeros_like(latents)
+        self._cache.restart()
         # The flags are on the host, so that the loop never waits for the device.
         for step, any_stochastic in enumerate(record.stochastic.any(1).tolist()):
             record.put("states", step, latents)
             # In a tail with fewer steps some are taken by no image.
             if not course.moves[step].any() and not self._equal_calls:
                 continue
+            self._cache.begin(inside=any_stochastic)
             t = self._timesteps[step].expand(len(rows))
             sigma = self._sigmas[step].expand(len(rows))
             next_sigma = self._sigmas[next_level[step]]
@@ -225,6 +252,7 @@ class RequestSampler:
             window_size=int(stochastic.sum(0).max()),
             seeds=tuple(self._seeds),
             start_seeds=None if self._request.start_seeds is None else tuple(self._start_seeds),
+            cache=self._cache.used,
             tail_solver=None if self._request.tail is None else self._request.tail.solver,
             moves=None if self._request.tail is None else torch.cat(self._moves, dim=1).T.contiguous(),
             dtype=dtype_name(compute_dtype(self._transformer)),

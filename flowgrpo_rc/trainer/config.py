@@ -330,6 +330,11 @@ class FlowGRPOConfig(Section):
             )
         if not fsdp.shard or rollout.is_elsewhere or not ENGINES[rollout.name].takes_actors_transformer:
             return
+        if rollout.cache.name is not None:
+            yield (
+                f"rollout.cache.name: got {rollout.cache.name} with a sharded transformer; a process that skips a "
+                f"block leaves the others waiting for its weights. Set it to null, or {FSDP_FIELD}.shard=false"
+            )
         # Sharded weights exist once, so engine and actor cannot hold them in two forms.
         actors = {"quantization": None, "dtype": parts.model.dtype, "rollout_attn_backend": parts.model.attn_backend}
         for name, same in actors.items():

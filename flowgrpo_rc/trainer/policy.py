@@ -148,7 +148,7 @@ class ImagePolicy:
         window: dict[str, Any] = {"window_starts": None}
         clean = learn and self._mode.objective.clean
         if learn:
-            window["tail"] = self._rollout.request_tail
+            window |= {"tail": self._rollout.request_tail, "cache": self._rollout.request_cache}
         if clean:
             window["record_clean"] = True
         elif learn:

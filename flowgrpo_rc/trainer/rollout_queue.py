@@ -146,6 +146,7 @@ class RolloutQueue:
             num_inference_steps=rollout.pipeline.num_inference_steps,
             seeds=seeds,
             tail=rollout.request_tail,
+            cache=rollout.request_cache,
             **recorded,
         )
         records = [record for record in prompts for _ in range(rollout.n)]

@@ -1,5 +1,7 @@
 """Every model family against diffusers' own pipeline: what it draws, how it is scored, and what becomes of its LoRA."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,7 @@ from flowgrpo_rc.models.lora import (
     save_lora,
 )
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
+from flowgrpo_rc.rollout.cache import CacheConfig
 from flowgrpo_rc.rollout.seeds import seed_for
 from flowgrpo_rc.sde import log_prob, transition
 from flowgrpo_rc.trainer import FlowGRPOTrainer
@@ -136,6 +139,21 @@ def test_encoding_is_the_inverse_of_decoding(name, model, monkeypatch):
     assert_close(model._encode_pixels(pixels), encoded, atol=1e-5, rtol=1e-5)
 
 
+def rescored_gap(model, own, batch, rows):
+    """Mean difference of recorded log-probs and those that the engine ``own`` gives to the same steps."""
+    differences = []
+    for w in range(2):
+        latents = batch["latents"][:, w]
+        with torch.no_grad(), adapter_active(own.transformer, own.adapter):
+            velocity = model.velocity(own.transformer, latents, batch["timesteps"][:, w], rows)
+        step = transition(
+            latents, velocity, batch["sigmas"][:, w], batch["next_sigmas"][:, w], noise_level=0.7, sde_type="sde"
+        )
+        again = log_prob(step, batch["next_latents"][:, w], sde_type="sde")
+        differences.append((again - batch["rollout_log_probs"][:, w]).abs())
+    return float(torch.stack(differences).mean())
+
+
 @pytest.mark.portable
 def test_rescored_log_probs_are_the_recorded_ones_but_for_precision(name, model):
     """Sampled in float32, bfloat16 and fp8, and the recorded steps scored again in float32, guidance and all."""
@@ -151,23 +169,39 @@ def test_rescored_log_probs_are_the_recorded_ones_but_for_precision(name, model)
         engine.sync(state, 0)
         own = DiffusersEngine(model, LORA, dtype=torch.float32, micro_batch_size=2, device="cpu")
         own.sync(state, 0)
-        batch = engine.generate(request).batch
-        differences = []
-        for w in range(2):
-            latents = batch["latents"][:, w]
-            with torch.no_grad(), adapter_active(own.transformer, own.adapter):
-                velocity = model.velocity(own.transformer, latents, batch["timesteps"][:, w], rows)
-            step = transition(
-                latents, velocity, batch["sigmas"][:, w], batch["next_sigmas"][:, w], noise_level=0.7, sde_type="sde"
-            )
-            again = log_prob(step, batch["next_latents"][:, w], sde_type="sde")
-            differences.append((again - batch["rollout_log_probs"][:, w]).abs())
-        gaps[precision] = float(torch.stack(differences).mean())
+        gaps[precision] = rescored_gap(model, own, engine.generate(request).batch, rows)
     assert gaps["float32"] < LOG_PROB
     # Which of the two is larger depends on the weights: FLUX.1 also rounds the timestep to bfloat16.
     assert 10 * gaps["float32"] < min(gaps["bfloat16"], gaps["fp8"]), gaps
     assert max(gaps["bfloat16"], gaps["fp8"]) < 1.0, gaps
     assert gaps["bfloat16"] != gaps["fp8"]
+
+
+NO_CACHE = {"SD3", "ZImage", "Lumina2", "AuraFlow", "Sana"}
+"""Transformers without any cache of diffusers, by the beginning of their names."""
+NO_FIRST_BLOCK = NO_CACHE | {"Flux2", "Chroma", "Bria"}
+NO_TAYLORSEER = NO_CACHE | {"CogView4", "Wan"}
+
+
+@pytest.mark.parametrize(("cache", "without"), [("first_block", NO_FIRST_BLOCK), ("taylorseer", NO_TAYLORSEER)])
+def test_a_cache_outside_the_window_leaves_no_gap(name, model, cache, without):
+    """Or the engine says that the transformer cannot have it."""
+    options = {"threshold": 1e9} if cache == "first_block" else {"disable_cache_before_step": 1}
+    config = CacheConfig(name=cache, options=options)
+    settings = {"dtype": torch.float32, "micro_batch_size": 2, "device": "cpu", "cache": config}
+    if type(model.transformer).__name__.partition("Transformer")[0] in without:
+        with pytest.raises(ValueError, match=f"cache.name: got {cache}, but the transformer .*; or set it to null"):
+            DiffusersEngine(model, LORA, **settings)
+        return
+    engine = DiffusersEngine(model, LORA, **settings)
+    engine.sync(adapter_state(engine.transformer, engine.adapter), 0)
+    family = TINY[name]
+    cond = conditioning(name, model, family.guidances[-1], family.sizes[0])
+    plain = RolloutRequest(cond, torch.arange(3), 6, SEEDS, torch.tensor([3, 3, 3]), 2, noise_level=0.7)
+    request = replace(plain, cache=config)
+    batch = engine.generate(request).batch
+    assert not torch.equal(batch["latents"], engine.generate(plain).batch["latents"])
+    assert rescored_gap(model, engine, batch, cond.rows(request.prompt_index, CPU)) < LOG_PROB
 
 
 def test_guidance_and_prompts_change_the_image(name, model):
