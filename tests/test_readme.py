@@ -28,7 +28,7 @@ def test_the_library_example_runs():
 
 def test_its_commands_are_ones_that_the_command_line_takes():
     lines = [line.partition(" #")[0] for line in README.splitlines() if line.startswith("flowgrpo-rc ")]
-    assert len(lines) == 5
+    assert len(lines) == 6
     for line in lines:
         assert callable(_parse(shlex.split(line)[1:]).run), line
 

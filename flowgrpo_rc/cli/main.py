@@ -17,6 +17,7 @@ from flowgrpo_rc.cli.export_lora import add_export_lora
 from flowgrpo_rc.cli.plan import add_plan
 from flowgrpo_rc.cli.probe import add_probe
 from flowgrpo_rc.cli.serve import add_serve
+from flowgrpo_rc.cli.tune import add_tune
 from flowgrpo_rc.threads import limit_spinning
 from flowgrpo_rc.trainer.console import surviving_console
 from flowgrpo_rc.trainer.interrupt import INTERRUPTED, ending_on_signals
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add_configuration(encode)
     encode.set_defaults(run=_encode, unfinished="the store keeps what was written")
     add_probe(commands)
+    add_tune(commands)
     add_plan(commands)
     add_check_reward(commands, "flowgrpo_trainer")
 

@@ -74,7 +74,7 @@ def _heading(plan: MemoryPlan) -> list[str]:
     return [
         f"{run.model.path}: transformer of {plan.sizes.parameters:,} parameters ({kinds}), {run.model.dtype}",
         f"LoRA of rank {run.model.lora_rank}: {plan.sizes.lora_parameters:,} parameters, {run.model.lora_dtype}",
-        f"Images of {asked.width}x{asked.height}, {asked.num_inference_steps} steps, "
+        f"Images of {asked.width}x{asked.height}, "
         f"{run.rollout.forwards_in_words(clean=run.actor.diffusion_loss.objective.clean)}, prompts of up to "
         f"{asked.max_sequence_length} tokens, {'guidance' if asked.true_cfg_scale > 1 else 'no guidance'}; engine "
         f"{run.rollout.name}, {run.rollout.dtype}",

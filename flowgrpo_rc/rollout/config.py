@@ -444,11 +444,15 @@ class RolloutConfig(Section):
         return before, window.size - 1 + share, after
 
     def forwards_in_words(self, *, clean: bool) -> str:
-        """E.g. ``4.66 forwards an image (0.09 before its window, 1.06 in it, 3.5 after it)``."""
+        """E.g. ``10 steps, 4.66 forwards an image (0.09 before its window, 1.06 in it, 3.5 after it)``; the steps alone
+        if each is a forward of every image."""
+        steps = f"{self.pipeline.num_inference_steps} steps"
         parts = self.forwards_per_image(clean=clean)
+        if sum(parts) == self.pipeline.num_inference_steps:
+            return steps
         before, within, after = (f"{round(part, 2):g}" for part in parts)
         where = "" if clean else f" ({before} before its window, {within} in it, {after} after it)"
-        return f"{round(sum(parts), 2):g} forwards an image{where}"
+        return f"{steps}, {round(sum(parts), 2):g} forwards an image{where}"
 
     @property
     def shares_one_step(self) -> bool:

@@ -228,8 +228,7 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
         f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
         f"micro-batches of {micro}",
         f"Reward: {config.reward.in_words()}",
-        f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {steps}{rollout.pipeline.num_inference_steps} steps; "
-        f"{rollout.forwards_in_words(clean=clean)}",
+        f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {steps}{rollout.forwards_in_words(clean=clean)}",
         f"Guidance: {guidance}",
         f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
     ]

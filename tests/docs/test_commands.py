@@ -27,6 +27,7 @@ PAGES = (
     "weights.md",
     "editing.md",
     "clean_images.md",
+    "cheap_rollouts.md",
     "families.md",
     "coming_from_verl_omni.md",
     "gap.md",

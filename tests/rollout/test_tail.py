@@ -10,6 +10,7 @@ from rollout_cases import random_like, request_for
 from torch.testing import assert_close
 
 from flowgrpo_rc.batch import Key
+from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import adapter_active, adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError
@@ -179,6 +180,15 @@ def test_forwards_of_qwen_images_settings_by_hand():
     heun = convert(RolloutConfig, {**given, "algo": QWEN_ALGO, "tail": {"solver": "heun"}})
     assert heun.forwards_per_image(clean=False) == (1.5, 2, 12)
     assert heun.forwards_per_image(clean=True) == (0, 0, 19)
+
+
+def test_windows_that_leave_nothing_in_common(recwarn):
+    shared = "actor_rollout_ref.rollout.algo.init_same_noise=true"
+    with pytest.warns(UserWarning, match="init_same_noise: got true with windows that all begin with the first step"):
+        compose("tiny_qwen_image_ocr", [shared, "actor_rollout_ref.rollout.algo.sde_window_range=[0,2]"])
+    recwarn.clear()
+    compose("tiny_qwen_image_ocr", [shared])
+    assert not recwarn
 
 
 def test_another_tail_than_asked_for_is_refused(tiny_model, make_engine):

@@ -46,6 +46,13 @@ GUIDED = "rollout.pipeline.true_cfg_scale=4"
             [GUIDED, "actor.detach_unconditional=true"],
             "gradient leaves the unconditional half out (detach_unconditional)",
         ),
+        (DEMO, [], "window 2 in [0, 4) of 6 steps"),
+        (DEMO, ["rollout.tail.steps=0.5"], "of 6 steps, 4.67 forwards an image (1 before its window, 2 in it, 1.67 "),
+        (
+            DEMO,
+            ["rollout.pipeline.guidance_interval=[0.2,0.8]", "rollout.pipeline.true_cfg_scale=4"],
+            "Guidance: true_cfg_scale=4 at noise levels from 0.2 to 0.8, one forward",
+        ),
         # At most a mini-batch: the demo's has 48 images of 2 steps.
         (DEMO, ["actor.ppo_micro_batch_size_per_gpu=999"], "micro-batches of 48 images x 2 SDE steps"),
         (DEMO, ["actor.ppo_micro_batch_rows=3"], "micro-batches of 3 rows (SDE steps of images)"),

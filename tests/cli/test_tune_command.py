@@ -1,0 +1,132 @@
+"""``flowgrpo-rc tune``: the samplers that it tries, its verdicts by hand, and the command on the tiny model."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.cli.main import main
+from flowgrpo_rc.cli.tune import prompts_of_budget, report
+from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.section import convert
+from flowgrpo_rc.trainer.tune import _tried, cheapest, samplers, with_settings
+
+SAME = {"algo.init_same_noise": True}
+HALF = {"tail.steps": 0.5}
+DPM = {"tail.solver": "dpm++2m"}
+
+
+def rollout(steps=10, **algo):
+    window = {"sde_window_size": 2, "sde_window_range": [0, 5]} | algo
+    return convert(RolloutConfig, {"pipeline": {"num_inference_steps": steps}, "algo": window})
+
+
+def test_what_is_tried():
+    tails = [HALF, HALF | DPM, {"tail.steps": 0.25}]  # of 8 steps 4 and 2, and two steps of dpm++2m are Euler's
+    assert list(samplers(rollout(), clean=False)) == [{}, *tails, SAME, *(SAME | tail for tail in tails)]
+    # Of 10 steps without a window 5 and 3.
+    quarter = {"tail.steps": 0.25}
+    assert list(samplers(rollout(), clean=True)) == [{}, HALF, HALF | DPM, quarter, quarter | DPM]
+    # Of one step none is left out.
+    short = rollout(steps=5, sde_window_range=[2, 5])
+    assert list(samplers(short, clean=False)) == [{}, SAME]
+
+
+def test_a_sampler_takes_the_place_of_the_configured_one():
+    configured = compose(
+        "tiny_qwen_image_ocr", ["actor_rollout_ref.rollout.tail.steps=1", "actor_rollout_ref.rollout.tail.solver=heun"]
+    ).actor_rollout_ref.rollout
+    full = with_settings(configured, {})
+    assert full.tail.is_whole
+    assert not full.algo.init_same_noise
+    both = with_settings(configured, SAME | HALF)
+    assert (both.tail.steps, both.tail.solver, both.algo.init_same_noise) == (0.5, "euler", True)
+
+
+FULL = torch.tensor([[0.0, 1.0], [0.2, 0.8], [0.4, 0.6]], dtype=torch.float64)
+
+
+def tried(rewards, earlier=(), **more):
+    return _tried(more.get("overrides", {}), more.get("forwards", 4.0), 0.1, rewards, FULL, None, earlier)
+
+
+def test_figures_by_hand():
+    full = tried(FULL, forwards=6.0)
+    # Variances within the prompts are .5, .18 and .02.
+    assert full.spread == pytest.approx(math.sqrt(0.7 / 3))
+    assert (full.reward, full.shift, full.objections) == (0.5, 0.0, ())
+    # Every image .1 lower: an interval of no width, and a quarter of the deviation .3742 is accepted.
+    lower = tried(FULL - 0.09, [full], overrides=HALF)
+    assert [lower.shift, lower.low, lower.high] == pytest.approx([-0.09] * 3)
+    assert lower.objections == ()
+    (objection,) = tried(FULL - 0.1, [full]).objections
+    assert objection == "the reward may fall by 0.1, and 0.0935 is accepted"
+    # Means of the prompts move by -.3, 0 and .3: Student's t of two degrees of freedom, 4.3, times .3 / sqrt 3.
+    moved = tried(FULL + torch.tensor([[-0.3], [0.0], [0.3]]), [full])
+    assert moved.high == pytest.approx(4.303 * 0.3 / math.sqrt(3), rel=1e-3)
+    assert "may fall by 0.745" in moved.objections[0]
+    (objection,) = tried(0.5 + 0.4 * (FULL - 0.5), [full]).objections
+    assert objection == "rewards of a prompt spread by 0.193, the full sampler's by 0.483"
+
+
+def test_the_cheapest_that_is_safe():
+    full = tried(FULL, forwards=6.0)
+    safe = tried(FULL, [full], overrides=SAME, forwards=5.0)
+    better = tried(FULL + 0.1, [full], overrides=HALF, forwards=5.0)
+    wrong = tried(FULL - 0.5, [full], overrides=SAME | HALF, forwards=3.0)
+    found = [full, safe, better, wrong]
+    assert cheapest(found) is better
+    text = report(found, better, 6)
+    assert text.splitlines()[-1] == "actor_rollout_ref.rollout.tail.steps=0.5"
+    assert "17% fewer forwards" in text
+    assert "not shown safe: the reward may fall by 0.5" in text
+    assert safe.settings == ["actor_rollout_ref.rollout.algo.init_same_noise=true"]
+    alone = report([full, wrong], cheapest([full, wrong]), 6)
+    assert alone.endswith("Nothing cheaper is shown safe: keep the full sampler, or give a larger --budget")
+
+
+def test_budgets():
+    assert prompts_of_budget(None, 6, 12) == 8
+    assert prompts_of_budget(300, 6, 12) == 4
+    with pytest.raises(ValueError, match=r"--budget: got 143; 6 samplers with two prompts of 12 images .* need 144"):
+        prompts_of_budget(143, 6, 12)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("objective", ["flow_grpo", "awm"])
+def test_the_command(tmp_path, capsys, objective):
+    """Its overrides are accepted by a configuration; forwards fall from line to line of a kind."""
+    mode = [f"actor_rollout_ref.actor.diffusion_loss.loss_mode={objective}"]
+    if objective == "awm":
+        mode.append("algorithm.rollout_correction=null")
+    out = tmp_path / "out"
+    command = ["tune", "--config-name", "tiny_qwen_image_ocr", "--budget", "144", "--out", str(out)]
+    assert main([*command, *mode, "reward.ocr.num_threads=1"]) == 0
+    result = json.loads((out / "tune.json").read_text())
+    forwards = [one["forwards"] for one in result["tried"]]
+    assert forwards[0] == 6
+    assert min(forwards) == pytest.approx(2.0 if objective == "awm" else 2 / 12 + 2)
+    for one in result["tried"]:
+        assert 0 <= one["reward"] <= 1
+        assert one["low"] <= one["shift"] <= one["high"]
+        assert (one["gap"] is None) == (objective == "awm")
+        assert objective == "awm" or one["gap"] < 1e-3
+    compose("tiny_qwen_image_ocr", [*mode, *result["cheapest"]])
+    assert "forwards" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "10"], "--budget: got 10; 6 samplers with two prompts of 12 images"),
+        (["data.preferences=pairs.jsonl", "actor_rollout_ref.actor.diffusion_loss.loss_mode=dpo"], "preferences"),
+        (["actor_rollout_ref.rollout.tail.steps=0"], "tail.steps: got 0"),
+    ],
+)
+def test_refusals_before_the_model_loads(arguments, message, capsys, tmp_path):
+    command = ["tune", "--config-name", "tiny_qwen_image_ocr", "--out", str(tmp_path / "out")]
+    assert main([*command, *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
