@@ -16,9 +16,7 @@ from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.gap.safety import USUAL_MODE, remedy
 from flowgrpo_rc.loss.objectives import averages_old_policy
-from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.sde.types import SDE_TYPES
-from flowgrpo_rc.section import convert
 
 # Training steps that count as recent: enough that one unlucky batch raises no alarm.
 WINDOW = 10
@@ -203,18 +201,6 @@ class History:
     def staleness(self) -> int:
         """Batches by which the engine's adapter is configured to be older than the actor's."""
         return max(self.setting(f"{ROLLOUT}.{name}", 0) or 0 for name in ("adapter_lag", "ahead"))
-
-    @property
-    def rollout_forwards(self) -> str | None:
-        """Transformer forwards that draw an image, in words; ``None`` for settings that this version does not take."""
-        section = self.setting(ROLLOUT)
-        if not isinstance(section, Mapping):
-            return None
-        try:
-            config = convert(RolloutConfig, section)
-        except (TypeError, ValueError):  # of another version, or of another trainer
-            return None
-        return config.forwards_in_words(clean=self.mode.objective.clean)
 
     @property
     def sde(self) -> bool:

@@ -239,8 +239,6 @@ def settings(history: History) -> list[tuple[str, str]]:
     batch = f"{prompts} prompts x {rollout('n')} images, mini-batches of {mini} prompts; "
     batch += f"{rollout('algo.sde_window_size')} of {rollout('pipeline.num_inference_steps')} steps are "
     batch += f"{rollout('algo.sde_type')}"
-    if history.rollout_forwards is not None:
-        batch += f"; drawn in {history.rollout_forwards}"
     model = f"{history.setting('actor_rollout_ref.model.path')}"
     return [("Model", model), ("Engine", engine), ("Actor", actor), ("Batch", batch), *_correction(history)]
 

@@ -233,6 +233,17 @@ PANELS: tuple[Panel, ...] = (
         caption="The rest is mostly validation and saving, which happen in some steps only.",
     ),
     Panel(
+        title="Forwards that draw an image",
+        unit="forwards",
+        lines=(
+            Line(("rollout/forwards_per_image",), "all", SOFT),
+            Line(("rollout/forwards_before_window",), "before the window"),
+            Line(("rollout/forwards_in_window",), "in the window", ORANGE),
+            Line(("rollout/forwards_after_window",), "after the window", GREEN),
+        ),
+        caption="Of a cheaper rollout; without one every denoising step is a forward.",
+    ),
+    Panel(
         title="Waiting for each other",
         unit="share of the time",
         file="waiting",

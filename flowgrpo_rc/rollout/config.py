@@ -454,6 +454,18 @@ class RolloutConfig(Section):
         where = "" if clean else f" ({before} before its window, {within} in it, {after} after it)"
         return f"{steps}, {round(sum(parts), 2):g} forwards an image{where}"
 
+    def forwards_metrics(self, *, clean: bool) -> dict[str, float]:
+        """Metrics of a cheaper rollout: forwards an image, with a window also before, in and after it; none where every
+        step is a forward of every image."""
+        parts = self.forwards_per_image(clean=clean)
+        if sum(parts) == self.pipeline.num_inference_steps:
+            return {}
+        metrics = {"rollout/forwards_per_image": sum(parts)}
+        if not clean:
+            places = (f"rollout/forwards_{place}_window" for place in ("before", "in", "after"))
+            metrics |= dict(zip(places, parts, strict=True))
+        return metrics
+
     @property
     def shares_one_step(self) -> bool:
         """A prompt's images start from one noise, and no window leaves them more than one step in common."""

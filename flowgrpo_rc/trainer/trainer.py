@@ -153,6 +153,9 @@ class FlowGRPOTrainer:
             metrics |= self.adapter.metrics()
             # The engine proves that it holds this adapter before it draws the next batch.
             self.adapter.push(self.step)
+        rollout = self.config.actor_rollout_ref.rollout
+        if not self.config.data.preferences:
+            metrics |= rollout.forwards_metrics(clean=self.mode.objective.clean)
         metrics |= {**advantage_metrics, **update.metrics, **sync_metrics}
         # The guard judges the metrics of this step and sets the mode of the next one.
         metrics |= self.run.guard(metrics, self.step)

@@ -55,7 +55,7 @@ def logged(finished_run, tmp_path_factory):
 
 
 def _names_of_a_run_with_other_options(folder):
-    """Calibrated bands, an engine with an old adapter, and a reward that says what it is made of."""
+    """Calibrated bands, an engine with an old adapter and a short tail, and a reward that says what it is made of."""
     from flowgrpo_rc import FlowGRPOTrainer, compose
 
     reward = folder / "reward.py"
@@ -68,6 +68,7 @@ def _names_of_a_run_with_other_options(folder):
         "actor_rollout_ref.actor.diffusion_loss.clip_ratio=auto",
         "algorithm.rollout_correction.rollout_rs_threshold=auto",
         "actor_rollout_ref.rollout.adapter_lag=1",
+        "actor_rollout_ref.rollout.tail.steps=0.5",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "trainer.val_before_train=false",
         f"trainer.default_local_dir={folder / 'run'}",

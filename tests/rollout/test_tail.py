@@ -182,6 +182,17 @@ def test_forwards_of_qwen_images_settings_by_hand():
     assert heun.forwards_per_image(clean=True) == (0, 0, 19)
 
 
+def test_metrics_of_forwards():
+    given = {"n": 16, "micro_batch_size": 16, "pipeline": {"num_inference_steps": 10}, "algo": QWEN_ALGO}
+    assert convert(RolloutConfig, given).forwards_metrics(clean=False) == {}
+    metrics = convert(RolloutConfig, {**given, "tail": {"steps": 0.5}}).forwards_metrics(clean=False)
+    assert metrics.pop("rollout/forwards_per_image") == 7
+    assert {f"rollout/forwards_{place}_window" for place in ("before", "in", "after")} == set(metrics)
+    assert sorted(metrics.values()) == [1.5, 2, 3.5]
+    clean = convert(RolloutConfig, {**given, "tail": {"steps": 4}}).forwards_metrics(clean=True)
+    assert clean == {"rollout/forwards_per_image": 4}
+
+
 def test_windows_that_leave_nothing_in_common(recwarn):
     shared = "actor_rollout_ref.rollout.algo.init_same_noise=true"
     with pytest.warns(UserWarning, match="init_same_noise: got true with windows that all begin with the first step"):
