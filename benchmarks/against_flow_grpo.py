@@ -5,6 +5,8 @@
         --out benchmarks/results/against_flow_grpo.json
     python benchmarks/against_flow_grpo.py --flow-grpo flow_grpo --sizes 56M --pairs 2 \
         --out benchmarks/results/against_flow_grpo_56M.json
+    python benchmarks/against_flow_grpo.py --flow-grpo flow_grpo --guided true --dtypes float32 --steps 10 --trained 2 \
+        --pairs 4 --out benchmarks/results/against_flow_grpo_cheap_rollouts.json
 
 flow_grpo's ``scripts/train_sd3.py`` is read from the clone that ``--flow-grpo`` names and executed as it is, without
 its validation; prompts and rewards are supplied, and packages that it names and does not need for this (absl, wandb)
@@ -17,6 +19,10 @@ flow_grpo trains one step of a micro-batch's images at a time. This package take
 as many rows (steps of images) as ``ppo_micro_batch_rows`` says, so that it is here several times, once for each number
 of ``--rows``. With guidance flow_grpo's gradient leaves the unconditional half out, as ``detach_unconditional`` does
 here; all of these learn from that gradient, and the last one, ``both halves``, from this package's own.
+
+With ``--trained`` both learn from that many first steps alone. This package then draws with all steps, with one
+starting noise for the images of a prompt, with half of the steps after the trained ones, and with both
+(``docs/cheap_rollouts.md``).
 
 ``sampling`` ends where the update begins: prompts, rollout, reward and advantages. In bfloat16 flow_grpo computes under
 autocast with weights in float32, and so does the actor here; the engine is in bfloat16. Further settings of this
@@ -75,18 +81,27 @@ class Case:
     """A key of ``SIZES``."""
     guided: bool
     dtype: str
+    steps: int
+    """Denoising steps."""
+    trained: int
+    """Steps that are learned from, the first ones."""
 
     @property
     def name(self) -> str:
-        return f"{self.size} {'guided' if self.guided else 'unguided'} {self.dtype}"
+        of = "" if self.trained == self.steps else f", {self.trained} of {self.steps} steps"
+        return f"{self.size} {'guided' if self.guided else 'unguided'} {self.dtype}{of}"
 
     def ways(self, rows: list[str]) -> dict[str, list[str]]:
         """The settings with which this package does it, by what a table calls them."""
-        size = SIZES[self.size]
+        whole = f"{GROUP * self.trained} rows"
         found = {f"{count} rows": [f"actor_rollout_ref.actor.ppo_micro_batch_rows={count}"] for count in rows}
-        found |= {f"{GROUP * size.steps} rows": []}
+        found |= {whole: []}
+        if self.trained < self.steps:
+            start = ["actor_rollout_ref.rollout.algo.init_same_noise=true"]
+            tail = ["actor_rollout_ref.rollout.tail.steps=0.5"]
+            found |= {f"{whole}, one start": start, f"{whole}, half a tail": tail, f"{whole}, both": [*start, *tail]}
         if self.guided:
-            both = {f"{GROUP * size.steps} rows, both halves": []}
+            both = {f"{whole}, both halves": []}
             detached = "actor_rollout_ref.actor.detach_unconditional=true"
             found = {name: [*settings, detached] for name, settings in found.items()} | both
         return found
@@ -371,7 +386,8 @@ def their_config(case: Case, folder: Path, clone: Path) -> Any:
     config.mixed_precision = "bf16" if case.dtype == "bfloat16" else "no"
     config.save_freq = 10**9
     config.logdir = str(folder / "logs")
-    config.sample.num_steps = size.steps
+    config.sample.num_steps = case.steps
+    config.train.timestep_fraction = case.trained / case.steps
     config.sample.guidance_scale = GUIDANCE if case.guided else 1.0
     config.sample.train_batch_size = GROUP
     config.sample.num_image_per_prompt = GROUP
@@ -447,11 +463,11 @@ def our_config(case: Case, folder: Path, overrides: list[str]) -> Any:
             f"{rollout}.dtype={case.dtype}",
             f"{rollout}.probe.images=0",
             f"{rollout}.algo.noise_level={NOISE}",
-            f"{rollout}.algo.sde_window_range=[0,{size.steps}]",
-            f"{rollout}.algo.sde_window_size={size.steps}",
+            f"{rollout}.algo.sde_window_range=[0,{case.trained}]",
+            f"{rollout}.algo.sde_window_size={case.trained}",
             f"{rollout}.pipeline.height={size.pixels}",
             f"{rollout}.pipeline.width={size.pixels}",
-            f"{rollout}.pipeline.num_inference_steps={size.steps}",
+            f"{rollout}.pipeline.num_inference_steps={case.steps}",
             f"{rollout}.pipeline.true_cfg_scale={GUIDANCE if case.guided else 1.0}",
             f"{rollout}.pipeline.max_sequence_length={LENGTH}",
             f"reward.custom_reward_function.path={TESTS / 'brightness_reward.py'}",
@@ -505,7 +521,7 @@ def difference_of_scores(trainer: Any, case: Case, folder: Path) -> tuple[float,
     worst = 0.0
     excess = 0.0
     actor = trainer.run.actor
-    for j in range(size.steps):
+    for j in range(case.steps):
         x = batch["latents"][:, j]
         timesteps = batch["timesteps"][j].expand(images)
         with torch.no_grad(), trainer.accelerator.autocast():
@@ -666,6 +682,8 @@ def main() -> None:
     parser.add_argument("--guided", default="true,false")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rows", default=str(GROUP), help="rows of a micro-batch here, besides all of its images'")
+    parser.add_argument("--steps", type=int, help="denoising steps (those of the size)")
+    parser.add_argument("--trained", type=int, help="steps that are learned from, the first ones (all)")
     parser.add_argument("--pairs", type=int, default=8, help="steps of each side, one warming up left out")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -685,7 +703,8 @@ def main() -> None:
     for size in given.sizes.split(","):
         for guided in given.guided.split(","):
             for dtype in given.dtypes.split(","):
-                case = Case(size, guided == "true", dtype)
+                steps = given.steps or SIZES[size].steps
+                case = Case(size, guided == "true", dtype, steps, given.trained or steps)
                 rows = given.rows.split(",")
                 cases[case.name] = compare(case, given.flow_grpo.resolve(), given.pairs, rows, given.overrides)
                 report(case, cases[case.name])

@@ -500,8 +500,12 @@ class RolloutConfig(Section):
     def validation_pipeline(self) -> PipelineConfig:
         """The pipeline's settings in validation: its own where they are given, else those of training."""
         # Null takes the training value, so that a change of training reaches validation.
-        own = {f.name: getattr(self.val_kwargs.pipeline, f.name) for f in fields(self.val_kwargs.pipeline)}
-        return replace(self.pipeline, **{name: value for name, value in own.items() if value is not None})
+        given = {f.name: getattr(self.val_kwargs.pipeline, f.name) for f in fields(self.val_kwargs.pipeline)}
+        own = {name: value for name, value in given.items() if value is not None}
+        if own.get("true_cfg_scale", self.pipeline.true_cfg_scale) <= 1:
+            # Training's interval says nothing about a validation without guidance.
+            own.setdefault("guidance_interval", None)
+        return replace(self.pipeline, **own)
 
 
 def device_groups(devices: list[str]) -> list[tuple[str, ...]]:

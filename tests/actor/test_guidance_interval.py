@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError
-from flowgrpo_rc.rollout.config import PipelineConfig
+from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.rollout.tail import TailConfig
 from flowgrpo_rc.section import convert
@@ -141,3 +141,14 @@ def test_rows_of_images_in_a_rollout(tiny_model):
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ValueError, match=message):
         convert(PipelineConfig, settings)
+
+
+def test_validation_takes_the_interval_of_training():
+    def validation(**own):
+        pipeline = {"guidance_interval": [0.2, 0.8], "true_cfg_scale": 4.0}
+        config = convert(RolloutConfig, {"pipeline": pipeline, "val_kwargs": {"pipeline": own}})
+        return config.validation_pipeline.guidance_interval
+
+    assert validation() == [0.2, 0.8]
+    assert validation(guidance_interval=[0, 1]) == [0, 1]
+    assert validation(true_cfg_scale=1.0) is None

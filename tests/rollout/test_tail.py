@@ -13,7 +13,7 @@ from flowgrpo_rc.batch import Key
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models import ModelConfig
 from flowgrpo_rc.models.lora import adapter_active, adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError, sampling
 from flowgrpo_rc.rollout.base import joined, rows_of
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
@@ -235,3 +235,21 @@ def test_another_tail_than_asked_for_is_refused(tiny_model, make_engine):
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ValueError, match=message):
         convert(RolloutConfig, {"tail": settings})
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_sharded_transformer_is_called_equally_often(tiny_model, make_engine, solver, monkeypatch):
+    """Whatever the windows are, since other processes wait in every call; the images are the same."""
+    tail = TailConfig(solver=solver, steps=0.5)
+    requests = [
+        request_for(tiny_model, starts=(start,) * 6, steps=8, cfg=2.0, tail=tail, seed=1) for start in (0, 3, 6)
+    ]
+    plain = [make_engine().generate(request) for request in requests]
+    assert len({len(rows_of_transformer(make_engine(), request)) for request in requests}) > 1
+    monkeypatch.setattr(sampling, "is_sharded", lambda transformer: True)
+    counts = {len(rows_of_transformer(make_engine(), request)) for request in requests}
+    assert counts == {2 * 8 - 1 if solver == "heun" else 8}
+    for request, expected in zip(requests, plain, strict=True):
+        found = make_engine().generate(request)
+        assert torch.equal(found.images, expected.images)
+        assert torch.equal(found.batch[Key.ROLLOUT_LOG_PROBS], expected.batch[Key.ROLLOUT_LOG_PROBS])

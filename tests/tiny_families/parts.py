@@ -59,14 +59,14 @@ def vae(latent_channels=16, block_out_channels=(8, 16, 16), **settings):
     return found
 
 
-def clip_tokenizer():
-    """A token a character, and one a character that ends a word; prompts are cut to ``CLIP_TOKENS``."""
+def clip_tokenizer(length=CLIP_TOKENS):
+    """A token a character, and one a character that ends a word; prompts are cut to ``length``."""
     from transformers import CLIPTokenizer
 
     characters = string.printable.strip()
     known = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
     vocab = {token: i for i, token in enumerate(known)}
-    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=CLIP_TOKENS)
+    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=length)
 
 
 def clip_config(width, tokenizer):

@@ -10,12 +10,12 @@ T5_WIDTH = 48
 
 
 @parts.seeded
-def build(*, t5: bool = True):
+def build(*, t5: bool = True, clip_tokens: int = CLIP_TOKENS):
     """The pipeline; its weights depend on nothing but this code and torch's generator."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
     from transformers import CLIPTextModelWithProjection
 
-    clips = [parts.clip_tokenizer() for _ in range(2)]
+    clips = [parts.clip_tokenizer(clip_tokens) for _ in range(2)]
     t5_tokenizer = parts.t5_tokenizer() if t5 else None
     return StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel(
