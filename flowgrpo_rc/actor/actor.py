@@ -316,7 +316,7 @@ class DiffusionActor:
             if not update.mode.bypasses:
                 mini = mini._replace(old=corrected)
         # Not even moments and weight decay may move the weights where nothing is learned.
-        if total.kept == 0:
+        if total.kept + total.idle == 0:
             self.optimizer.zero_grad(set_to_none=True)
             warnings.warn("rollout correction rejected a whole mini-batch: its optimizer step is skipped", stacklevel=3)
             return total, mini, None
@@ -341,15 +341,16 @@ class DiffusionActor:
         normalises = update.corrects(mini) and correction.rollout_is_batch_normalize
         if mode.objective.paired or normalises:
             return mini
-        rejected = torch.zeros(len(mini.rows), dtype=torch.bool)
-        if mini.old is not None and mini.old.keep is not None and not mode.bypasses:
-            rejected = ~mini.old.keep.any(1)
-        idle = torch.zeros_like(rejected)
+        idle = torch.zeros(len(mini.rows), dtype=torch.bool)
         # A mean over the kept steps has to know which of these rejection would keep.
         counts_all = correction.rejection_normalization == "all"
         if mode.objective.scales_with_advantage and not self.config.needs_reference and counts_all:
             advantages = update.batch[Key.ADVANTAGES][mini.rows]
-            idle = advantages.reshape(len(mini.rows), -1).eq(0).all(1) & ~rejected
+            idle = advantages.reshape(len(mini.rows), -1).eq(0).all(1)
+        # Idle images are in no metric, rejected or not, or the share of rejected ones would be too high.
+        rejected = torch.zeros_like(idle)
+        if mini.old is not None and mini.old.keep is not None and not mode.bypasses:
+            rejected = ~mini.old.keep.any(1) & ~idle
         needed = max(1, largest_on_any_process(int((~(rejected | idle)).sum())))
         # Those with a gradient first, each kind in the order of the batch.
         order = (rejected | idle).int().argsort(stable=True)

@@ -84,11 +84,12 @@ def prompts_of_budget(budget: int | None, count: int, n: int) -> int:
 
     if budget is None:
         return GROUPS
-    groups = budget // (count * n)
+    # One prompt's images warm up.
+    groups = (budget - n) // (count * n)
     if groups < 2:
         raise ValueError(
-            f"--budget: got {budget}; {count} samplers with two prompts of {n} images (actor_rollout_ref.rollout.n) "
-            f"need {2 * count * n}"
+            f"--budget: got {budget}; {count} samplers with two prompts of {n} images (actor_rollout_ref.rollout.n), "
+            f"and one prompt to warm up, need {(2 * count + 1) * n}"
         )
     return groups
 
@@ -106,15 +107,16 @@ def report(found: Sequence[Any], best: Any, images: int) -> str:
         gap = "" if one.gap is None else f"{one.gap:.1e}"
         interval = "" if not one.overrides else f"{one.low:+.3f} to {one.high:+.3f}"
         shift = "" if not one.overrides else f"{one.shift:+.3f}"
-        names = " ".join(setting.removeprefix("actor_rollout_ref.rollout.") for setting in one.settings)
+        names = " ".join(f"{key}={value}" for key, value in one.overrides.items())
         lines.append(
             f"{one.forwards:8.2f} {one.seconds:8.3f} {one.reward:8.3f} {shift:>8} {interval:>18} {one.spread:7.3f} "
             f"{gap:>8}  {names or 'the full sampler'}"
         )
         lines += [f"{'':8} not shown safe: {objection}" for objection in one.objections]
     lines.append("")
-    if not best.settings:
-        return "\n".join([*lines, "Nothing cheaper is shown safe: keep the full sampler, or give a larger --budget"])
+    if not best.overrides:
+        lines.append("Nothing cheaper is shown safe: keep the full sampler, or give a larger --budget")
+        return "\n".join([*lines, *([" ".join(best.settings)] if best.settings else [])])
     share = 1 - best.forwards / found[0].forwards
     return "\n".join([*lines, f"Cheapest that is shown safe, {share:.0%} fewer forwards:", " ".join(best.settings)])
 

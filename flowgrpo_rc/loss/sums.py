@@ -16,6 +16,7 @@ from torch import Tensor
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrection
 from flowgrpo_rc.loss.inputs import LossInputs, not_finite
 from flowgrpo_rc.loss.policy import SAFETY_BOUND, PolicyInputs, PolicyLimits, PolicyTerms, kept
+from flowgrpo_rc.transfers import onto
 
 VELOCITY_NORMS = {"velocity_norm": "velocities", "ref_velocity_norm": "ref_velocities"}
 """Metrics of the size of velocities, and the model output that they describe."""
@@ -99,10 +100,14 @@ class LossMetrics:
         added = {"denominator": idle + counts_rejected * rejected, "elements": rejected, "ratio": rejected}
         columns = [float(added.get(name, 0)) for name in self.names]
         # A rejected element's ratio is 1.
-        ends = self.extremes.new_tensor([-1.0, 1.0] if rejected else [-math.inf, -math.inf])
-        more = self.sums.new_tensor([float(rejected), float(idle)])
-        sums = torch.cat([self.sums + self.sums.new_tensor(columns), more])
-        return LossMetrics((*self.names, "rejected", "idle"), sums, torch.maximum(self.extremes, ends))
+        ends = [-1.0, 1.0] if rejected else [-math.inf, -math.inf]
+        # One copy to the device, which does not wait.
+        more = onto(
+            torch.tensor([*columns, float(rejected), float(idle), *ends], dtype=self.sums.dtype), self.sums.device
+        )
+        columns, counts, ends = more.split([len(columns), 2, 2])
+        extremes = torch.maximum(self.extremes, ends)
+        return LossMetrics((*self.names, "rejected", "idle"), torch.cat([self.sums + columns, counts]), extremes)
 
     def all_reduce(self, group: object | None = None) -> "LossMetrics":
         """Merge over the ranks of ``group`` (``None``: the default group); without ``torch.distributed`` itself."""
@@ -125,6 +130,11 @@ class LossMetrics:
     def kept(self) -> float:
         """Number of elements that rejection kept."""
         return float(self.sums[self.names.index("kept")])
+
+    @property
+    def idle(self) -> float:
+        """Number of elements that ``with_left_out`` added for their advantage of 0."""
+        return float(self.sums[self.names.index("idle")])
 
     @property
     def loss(self) -> float:

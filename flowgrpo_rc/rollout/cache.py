@@ -7,12 +7,14 @@ emptied where the window begins and ends. Importing this loads no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
+from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
-from flowgrpo_rc.section import Read, Section, one_of, read_mapping
+from flowgrpo_rc.section import Read, Section, convert, one_of, read_mapping
 
 CACHES = {"first_block": "FirstBlockCacheConfig", "taylorseer": "TaylorSeerCacheConfig"}
 """Name -> diffusers' class of its options.
@@ -61,8 +63,6 @@ class CacheConfig(Section):
         """
         import diffusers.hooks
 
-        from flowgrpo_rc.dtypes import torch_dtype
-
         kind = getattr(diffusers.hooks, CACHES[str(self.name)])
         known = [one.name for one in fields(kind)]
         unknown = sorted(set(self.options) - set(known))
@@ -70,10 +70,26 @@ class CacheConfig(Section):
             raise ValueError(
                 f"{self.section}.options: got {', '.join(unknown)}; name={self.name} takes {', '.join(known)}"
             )
-        options = dict(self.options)
-        if "taylor_factors_dtype" in options:
-            options["taylor_factors_dtype"] = torch_dtype(options["taylor_factors_dtype"])
-        return kind(**options)
+        types = get_type_hints(kind)
+        return kind(**{key: self._option(key, types[key], value) for key, value in self.options.items()})
+
+    def _option(self, key: str, kind: Any, value: Any) -> Any:
+        """An option of diffusers' class in the type that it takes."""
+        from flowgrpo_rc.dtypes import torch_dtype
+
+        try:
+            if key == "taylor_factors_dtype":
+                return torch_dtype(convert(Annotated[str, one_of(DTYPES)], value))
+            value = convert(kind, value)
+            least = 0 if key == "max_order" else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"got {value}; give {least} or more")
+            for pattern in value if isinstance(value, list) else ():
+                re.compile(pattern)
+        except (ValueError, re.error) as error:
+            told = str(error) if str(error).startswith("got ") else f"got {value}; {error}"
+            raise ValueError(f"{self.section}.options.{key}: {told}") from None
+        return value
 
 
 def check_cache(config: CacheConfig, transformer: Any) -> None:
@@ -106,10 +122,16 @@ def check_cache(config: CacheConfig, transformer: Any) -> None:
         hooks = [getattr(module, "_diffusers_hook", None) for module in modules]
         if all(hook is None or hook.get_hook(_TAYLORSEER_CACHE_HOOK) is None for hook in hooks):
             why = "has no module of the names that it caches; give them as options.cache_identifiers"
-        transformer.disable_cache()
+        _disable(transformer)
     if why is not None:
         whose = f"the transformer {type(transformer).__name__}"
         raise ValueError(f"{config.section}.name: got {config.name}, but {whose} {why}; or set it to null")
+
+
+def _disable(transformer: Any) -> None:
+    transformer.disable_cache()
+    # Else diffusers goes on with the hooks of this cache, also if the next one is of another kind.
+    transformer._diffusers_hook._child_registries_cache = None
 
 
 class StepCache:
@@ -132,7 +154,7 @@ class StepCache:
         """Remove the cache, with all that it holds."""
         self._inside = None
         if self._config is not None and self._transformer.is_cache_enabled:
-            self._transformer.disable_cache()
+            _disable(self._transformer)
 
     def begin(self, *, inside: bool) -> None:
         """Before each step: an empty cache where the window begins or ends, and none in it unless it is to be."""

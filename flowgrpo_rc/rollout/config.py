@@ -435,8 +435,10 @@ class RolloutConfig(Section):
         if clean:
             return 0.0, 0.0, float(self.tail.forwards(steps))
         window = self.window
-        # Of a prompt's images one in each micro-batch computes the steps in common.
-        share = math.ceil(self.n / self.micro_batch_size) / self.n if self.algo.init_same_noise else 1.0
+        # One image of each prompt in each micro-batch computes the steps in common. Prompts and micro-batches cut the
+        # images into so many parts, both at once where they coincide.
+        n, size = self.n, self.micro_batch_size
+        share = 1 / n + 1 / size - 1 / math.lcm(n, size) if self.algo.init_same_noise else 1.0
         progressive = self.algo.sample_strategy == "progressive"
         starts = progressive_places(window) if progressive else range(window.first, window.stop - window.size + 1)
         before = fmean(start * share for start in starts)
@@ -448,7 +450,7 @@ class RolloutConfig(Section):
         if each is a forward of every image."""
         steps = f"{self.pipeline.num_inference_steps} steps"
         parts = self.forwards_per_image(clean=clean)
-        if sum(parts) == self.pipeline.num_inference_steps:
+        if math.isclose(sum(parts), self.pipeline.num_inference_steps):
             return steps
         before, within, after = (f"{round(part, 2):g}" for part in parts)
         where = "" if clean else f" ({before} before its window, {within} in it, {after} after it)"
@@ -458,7 +460,7 @@ class RolloutConfig(Section):
         """Metrics of a cheaper rollout: forwards an image, with a window also before, in and after it; none where every
         step is a forward of every image."""
         parts = self.forwards_per_image(clean=clean)
-        if sum(parts) == self.pipeline.num_inference_steps:
+        if math.isclose(sum(parts), self.pipeline.num_inference_steps):
             return {}
         metrics = {"rollout/forwards_per_image": sum(parts)}
         if not clean:

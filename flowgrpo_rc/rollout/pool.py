@@ -34,6 +34,7 @@ from flowgrpo_rc.rollout.base import (
     rows_of,
 )
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
+from flowgrpo_rc.rollout.sampling import micro_batches
 from flowgrpo_rc.transfers import to_host
 
 LOSSES_OF_A_CHUNK = 3
@@ -265,7 +266,7 @@ class RolloutPool:
         check_has_adapter(self.adapter_version)
         assert self._current is not None
         # As an engine beside the actor splits a request, so that forwards have the same shapes.
-        rows = torch.arange(len(request.prompt_index)).split(self._chunk_size)
+        rows = micro_batches(request, self._chunk_size)
         pending = PendingRollout(self, request, rows, on_arrival)
         chunks = [_Chunk(i, rows_of(request, part), self._current, pending) for i, part in enumerate(rows)]
         with self._changed:

@@ -286,6 +286,12 @@ class FlowGRPOConfig(Section):
                 f"actor_rollout_ref.rollout.algo.init_same_noise: got true with loss_mode={loss.loss_mode}, whose "
                 "rollouts have no stochastic step, so that all images of a prompt would be the same; set it to false"
             )
+        whole = rollout.window.size == rollout.pipeline.num_inference_steps
+        if rollout.cache.name is not None and whole and not objective.clean and not rollout.cache.in_window:
+            yield (
+                f"actor_rollout_ref.rollout.cache.name: got {rollout.cache.name} with a window of all steps, outside "
+                "of which nothing is left to cache; set it to null, cache.in_window=true, or a shorter window"
+            )
         if objective.clean and self.algorithm.rejection_aware_baseline:
             yield (
                 f"algorithm.rejection_aware_baseline: got true with loss_mode={loss.loss_mode}, whose images are "

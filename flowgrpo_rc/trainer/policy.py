@@ -154,7 +154,7 @@ class ImagePolicy:
         elif learn:
             span = self._rollout.window
             starts = [draw_window_start(span, generator_for(seed, WINDOW, 0, i)) for i in range(len(given))]
-            window = {
+            window |= {
                 "window_starts": torch.tensor(starts)[group],
                 "window_size": span.size,
                 "noise_level": self._rollout.algo.noise_level,

@@ -18,6 +18,7 @@ import torch
 from flowgrpo_rc.gap.intervals import mean_interval
 from flowgrpo_rc.rewards.scoring import PartialScoring
 from flowgrpo_rc.rollout import RolloutRequest
+from flowgrpo_rc.rollout.base import rows_of
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.seeds import PROBE, START, seed_for
 from flowgrpo_rc.rollout.tail import TailConfig
@@ -45,6 +46,8 @@ class Tried:
 
     overrides: dict[str, Any]
     """Settings below ``actor_rollout_ref.rollout``; empty for the full sampler."""
+    changes: dict[str, Any]
+    """The same, of all that differs from the configuration."""
     forwards: float
     """Transformer forwards that draw an image."""
     seconds: float
@@ -63,8 +66,9 @@ class Tried:
 
     @property
     def settings(self) -> list[str]:
-        """Its overrides, ready to paste."""
-        return [f"actor_rollout_ref.rollout.{key}={str(value).lower()}" for key, value in self.overrides.items()]
+        """Its changes of the configuration, ready to paste."""
+        told = {None: "null", True: "true", False: "false"}
+        return [f"actor_rollout_ref.rollout.{key}={told.get(value, value)}" for key, value in self.changes.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -98,6 +102,17 @@ def with_settings(rollout: RolloutConfig, overrides: Mapping[str, Any]) -> Rollo
     return replace(rollout, tail=TailConfig(**tail), algo=replace(rollout.algo, init_same_noise=same))
 
 
+def changes(configured: RolloutConfig, chosen: RolloutConfig) -> dict[str, Any]:
+    """Settings of a sampler that differ."""
+    names = {"tail.steps": ("tail", "steps"), "tail.solver": ("tail", "solver")}
+    names["algo.init_same_noise"] = ("algo", "init_same_noise")
+    both = {
+        name: [getattr(getattr(one, section), field) for one in (configured, chosen)]
+        for name, (section, field) in names.items()
+    }
+    return {name: new for name, (old, new) in both.items() if old != new}
+
+
 def tune(trainer: FlowGRPOTrainer, groups: int) -> list[Tried]:
     """Try every sampler on ``groups`` prompts, whose images are ``rollout.n``; the full sampler comes first.
 
@@ -109,8 +124,9 @@ def tune(trainer: FlowGRPOTrainer, groups: int) -> list[Tried]:
     found: list[Tried] = []
     rewards: list[torch.Tensor] = []
     request = _request(trainer, groups, clean=clean)
-    # Not timed: the first forward of a process chooses its kernels.
-    trainer.generate(replace(request, **_sampler(trainer, {}, request)))
+    # Not timed: the first forward of a process chooses its kernels. One prompt's images.
+    warm_up = replace(request, **_sampler(trainer, {}, request))
+    trainer.generate(rows_of(warm_up, torch.arange(config.rollout.n)))
     for overrides in samplers(config.rollout, clean=clean):
         asked = replace(request, **_sampler(trainer, overrides, request))
         began = time.perf_counter()
@@ -122,8 +138,15 @@ def tune(trainer: FlowGRPOTrainer, groups: int) -> list[Tried]:
             some = answer.batch[: min(RESCORED, len(answer.batch))]
             scored = trainer.run.actor.rescore(some, asked.conditioning)["log_probs"]
             gap = float((scored - some["rollout_log_probs"]).abs().mean())
-        forwards = sum(with_settings(config.rollout, overrides).forwards_per_image(clean=clean))
-        found.append(_tried(overrides, forwards, seconds, rewards[-1], rewards[0], gap, found))
+        chosen = with_settings(config.rollout, overrides)
+        figures = {
+            "overrides": overrides,
+            "changes": changes(config.rollout, chosen),
+            "forwards": sum(chosen.forwards_per_image(clean=clean)),
+            "seconds": seconds,
+            "gap": gap,
+        }
+        found.append(judged(figures, rewards[-1], rewards[0], len(trainer.run.train_prompts)))
     return found
 
 
@@ -132,36 +155,28 @@ def cheapest(found: Sequence[Tried]) -> Tried:
     return min((one for one in found if not one.objections), key=lambda one: (one.forwards, -one.reward))
 
 
-def _tried(
-    overrides: dict[str, Any],
-    forwards: float,
-    seconds: float,
-    rewards: torch.Tensor,
-    full: torch.Tensor,
-    gap: float | None,
-    earlier: Sequence[Tried],
-) -> Tried:
-    """Figures of a sampler from its rewards ``(groups, n)`` and the full sampler's, and what speaks against it."""
-    spread = float(rewards.var(1).mean().sqrt())
-    figures: dict[str, Any] = {
-        "overrides": overrides,
-        "forwards": forwards,
-        "seconds": seconds,
-        "reward": float(rewards.mean()),
-        "spread": spread,
-        "gap": gap,
-    }
-    if not earlier:
+def judged(figures: dict[str, Any], rewards: torch.Tensor, full: torch.Tensor, distinct: int) -> Tried:
+    """A sampler with its rewards ``(groups, n)`` beside the full sampler's, and what speaks against it.
+
+    Args:
+        figures: the other fields of ``Tried``.
+        distinct: prompts, after which they repeat.
+    """
+    spread, spread_of_full = (float(one.var(1).mean().sqrt()) for one in (rewards, full))
+    figures = figures | {"reward": float(rewards.mean()), "spread": spread}
+    if not figures["overrides"]:
         return Tried(**figures, shift=0.0, low=0.0, high=0.0)
     difference = (rewards - full).flatten()
-    prompts = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
+    prompts = torch.arange(len(rewards)).remainder(distinct).repeat_interleave(rewards.shape[1])
     interval = mean_interval(difference, prompts)
     objections = []
     least = -TOLERANCE * float(full.std())
     if not interval.low >= least:
         objections.append(f"the reward may fall by {-interval.low:.3g}, and {-least:.3g} is accepted")
-    if spread < LEAST_SPREAD * earlier[0].spread:
-        objections.append(f"rewards of a prompt spread by {spread:.3g}, the full sampler's by {earlier[0].spread:.3g}")
+    if spread_of_full == 0:
+        objections.append("the full sampler's images of a prompt all have the same reward, which shows nothing")
+    elif spread < LEAST_SPREAD * spread_of_full:
+        objections.append(f"rewards of a prompt spread by {spread:.3g}, the full sampler's by {spread_of_full:.3g}")
     return Tried(
         **figures, shift=float(difference.mean()), low=interval.low, high=interval.high, objections=tuple(objections)
     )
@@ -202,7 +217,12 @@ def _sampler(trainer: FlowGRPOTrainer, overrides: Mapping[str, Any], request: Ro
     if rollout.algo.init_same_noise:
         groups = request.prompt_index.tolist()
         start_seeds = [seed_for(trainer.config.rollout_seed, START, 1, group) for group in groups]
-    return {"tail": rollout.request_tail, "start_seeds": start_seeds, "request_id": uuid4().hex}
+    return {
+        "tail": rollout.request_tail,
+        "cache": rollout.request_cache,
+        "start_seeds": start_seeds,
+        "request_id": uuid4().hex,
+    }
 
 
 def _rewards(trainer: FlowGRPOTrainer, images: Any, groups: int) -> torch.Tensor:

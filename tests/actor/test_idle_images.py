@@ -130,6 +130,23 @@ def test_a_mini_batch_without_any_advantage_takes_its_step(rig):
     assert found.metrics["actor/left_out_fraction"] == 0.75
 
 
+def test_the_share_of_rejected_images_is_that_of_images_with_an_advantage(rig):
+    """The second and the third image are rejected; without an advantage they count no more than kept ones do."""
+    settings = config(correction=DECOUPLED)
+    found = learn(rig, settings, [1.0, 0.0, 1.0, 0.0], scored=True)
+    assert found.metrics["actor/kept_fraction"] == 0.5
+    assert found.metrics["actor/left_out_fraction"] == 0.75
+    assert found.rows == WINDOW
+
+
+def test_a_step_is_taken_where_the_kept_images_have_no_advantage(rig):
+    settings = config(correction=DECOUPLED)
+    advantages = [0.0, 1.0, 1.0, 0.0]
+    found, expected = (learn(rig, settings, advantages, scored=True, all_rows=whole) for whole in (False, True))
+    assert len(found.gradients) == len(expected.gradients) == 1
+    assert torch.equal(found.added, expected.added)
+
+
 def test_left_out_elements_by_hand():
     """Four computed elements with ratios 1.2, .9, 1 and 1, then two rejected and three idle ones."""
     names = ("loss", "denominator", "kl_loss", "elements", "kept", "ppo_kl", "abs_log_ratio", "ratio")

@@ -11,7 +11,7 @@ from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.cli.tune import prompts_of_budget, report
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.section import convert
-from flowgrpo_rc.trainer.tune import _tried, cheapest, samplers, with_settings
+from flowgrpo_rc.trainer.tune import changes, cheapest, judged, samplers, with_settings
 
 SAME = {"algo.init_same_noise": True}
 HALF = {"tail.steps": 0.5}
@@ -43,39 +43,53 @@ def test_a_sampler_takes_the_place_of_the_configured_one():
     assert not full.algo.init_same_noise
     both = with_settings(configured, SAME | HALF)
     assert (both.tail.steps, both.tail.solver, both.algo.init_same_noise) == (0.5, "euler", True)
+    # What is printed turns the configuration into what was measured.
+    assert changes(configured, full) == {"tail.steps": None, "tail.solver": "euler"}
+    assert changes(configured, both) == {"tail.steps": 0.5, "tail.solver": "euler", "algo.init_same_noise": True}
+    assert changes(full, both) == {"tail.steps": 0.5, "algo.init_same_noise": True}
 
 
 FULL = torch.tensor([[0.0, 1.0], [0.2, 0.8], [0.4, 0.6]], dtype=torch.float64)
 
 
-def tried(rewards, earlier=(), **more):
-    return _tried(more.get("overrides", {}), more.get("forwards", 4.0), 0.1, rewards, FULL, None, earlier)
+def tried(rewards, overrides=HALF, forwards=4.0, full=FULL, distinct=3):
+    figures = {"overrides": overrides, "changes": overrides, "forwards": forwards, "seconds": 0.1, "gap": None}
+    return judged(figures, rewards, full, distinct)
 
 
 def test_figures_by_hand():
-    full = tried(FULL, forwards=6.0)
+    full = tried(FULL, {}, forwards=6.0)
     # Variances within the prompts are .5, .18 and .02.
     assert full.spread == pytest.approx(math.sqrt(0.7 / 3))
     assert (full.reward, full.shift, full.objections) == (0.5, 0.0, ())
     # Every image .1 lower: an interval of no width, and a quarter of the deviation .3742 is accepted.
-    lower = tried(FULL - 0.09, [full], overrides=HALF)
+    lower = tried(FULL - 0.09)
     assert [lower.shift, lower.low, lower.high] == pytest.approx([-0.09] * 3)
     assert lower.objections == ()
-    (objection,) = tried(FULL - 0.1, [full]).objections
+    (objection,) = tried(FULL - 0.1).objections
     assert objection == "the reward may fall by 0.1, and 0.0935 is accepted"
     # Means of the prompts move by -.3, 0 and .3: Student's t of two degrees of freedom, 4.3, times .3 / sqrt 3.
-    moved = tried(FULL + torch.tensor([[-0.3], [0.0], [0.3]]), [full])
+    moved = tried(FULL + torch.tensor([[-0.3], [0.0], [0.3]]))
     assert moved.high == pytest.approx(4.303 * 0.3 / math.sqrt(3), rel=1e-3)
     assert "may fall by 0.745" in moved.objections[0]
-    (objection,) = tried(0.5 + 0.4 * (FULL - 0.5), [full]).objections
+    (objection,) = tried(0.5 + 0.4 * (FULL - 0.5)).objections
     assert objection == "rewards of a prompt spread by 0.193, the full sampler's by 0.483"
+    # A prompt that is drawn twice counts once, so that the interval is wider.
+    offsets = FULL + torch.tensor([[-0.3], [0.3], [-0.3]])
+    assert tried(offsets, distinct=2).high > 2 * tried(offsets).high
+
+
+def test_equal_rewards_show_nothing():
+    nothing = torch.zeros(3, 2, dtype=torch.float64)
+    (objection,) = tried(nothing, full=nothing).objections
+    assert "all have the same reward" in objection
 
 
 def test_the_cheapest_that_is_safe():
-    full = tried(FULL, forwards=6.0)
-    safe = tried(FULL, [full], overrides=SAME, forwards=5.0)
-    better = tried(FULL + 0.1, [full], overrides=HALF, forwards=5.0)
-    wrong = tried(FULL - 0.5, [full], overrides=SAME | HALF, forwards=3.0)
+    full = tried(FULL, {}, forwards=6.0)
+    safe = tried(FULL, SAME, forwards=5.0)
+    better = tried(FULL + 0.1, forwards=5.0)
+    wrong = tried(FULL - 0.5, SAME | HALF, forwards=3.0)
     found = [full, safe, better, wrong]
     assert cheapest(found) is better
     text = report(found, better, 6)
@@ -90,8 +104,9 @@ def test_the_cheapest_that_is_safe():
 def test_budgets():
     assert prompts_of_budget(None, 6, 12) == 8
     assert prompts_of_budget(300, 6, 12) == 4
-    with pytest.raises(ValueError, match=r"--budget: got 143; 6 samplers with two prompts of 12 images .* need 144"):
-        prompts_of_budget(143, 6, 12)
+    assert prompts_of_budget(299, 6, 12) == 3
+    with pytest.raises(ValueError, match=r"--budget: got 155; 6 samplers with two prompts of 12 images .* need 156"):
+        prompts_of_budget(155, 6, 12)
 
 
 @pytest.mark.run
@@ -102,7 +117,7 @@ def test_the_command(tmp_path, capsys, objective):
     if objective == "awm":
         mode.append("algorithm.rollout_correction=null")
     out = tmp_path / "out"
-    command = ["tune", "--config-name", "tiny_qwen_image_ocr", "--budget", "144", "--out", str(out)]
+    command = ["tune", "--config-name", "tiny_qwen_image_ocr", "--budget", "156", "--out", str(out)]
     assert main([*command, *mode, "reward.ocr.num_threads=1"]) == 0
     result = json.loads((out / "tune.json").read_text())
     forwards = [one["forwards"] for one in result["tried"]]

@@ -19,6 +19,7 @@ from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.rollout.sampling import micro_batches
 from flowgrpo_rc.sde import log_prob, transition
 from flowgrpo_rc.section import convert
+from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 EAGER = {
     "first_block": CacheConfig(name="first_block", options={"threshold": 1e9}),
@@ -143,19 +144,53 @@ def test_settings_that_cannot_be(settings, message):
         convert(RolloutConfig, {"cache": settings})
 
 
-def test_options_that_diffusers_does_not_take(tiny_model):
-    wrong = CacheConfig(name="first_block", options={"treshold": 0.1})
-    with pytest.raises(ValueError, match="cache.options: got treshold; name=first_block takes threshold"):
-        check_cache(wrong, tiny_model.transformer)
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("first_block", {"treshold": 0.1}, "cache.options: got treshold; name=first_block takes threshold"),
+        ("first_block", {"threshold": "abc"}, "cache.options.threshold: got 'abc'; give a number"),
+        ("taylorseer", {"cache_interval": 0}, "cache.options.cache_interval: got 0; give 1 or more"),
+        ("taylorseer", {"max_order": "two"}, "cache.options.max_order: got 'two'; .*give a whole number"),
+        ("taylorseer", {"cache_identifiers": "attn"}, "cache.options.cache_identifiers: got 'attn'; give a list"),
+        ("taylorseer", {"cache_identifiers": ["*attn"]}, "cache.options.cache_identifiers: got .*nothing to repeat"),
+        ("taylorseer", {"taylor_factors_dtype": None}, "cache.options.taylor_factors_dtype: got null; give text"),
+    ],
+)
+def test_options_that_diffusers_does_not_take(tiny_model, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        check_cache(CacheConfig(name=name, options=options), tiny_model.transformer)
+
+
+def test_one_cache_after_another(tiny_model, engine):
+    request = request_for(tiny_model, starts=STARTS, steps=9)
+    first = engine.generate(replace(request, cache=EAGER["first_block"]))
+    engine.generate(replace(request, cache=EAGER["taylorseer"]))
+    again = engine.generate(replace(request, cache=EAGER["first_block"]))
+    assert torch.equal(first.images, again.images)
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ("actor_rollout_ref.rollout.name=vllm_omni", "caches of diffusers, so set it to null or"),
+        (
+            "actor_rollout_ref.rollout.algo.sde_window_size=6 actor_rollout_ref.rollout.algo.sde_window_range=[0,6]",
+            "cache.name: got first_block with a window of all steps",
+        ),
         ("actor_rollout_ref.actor.fsdp_config.shard=true", "cache.name: got first_block with a sharded transformer"),
     ],
 )
-def test_engines_that_have_none(more, message):
+def test_runs_that_have_none(more, message):
     with pytest.raises(ValueError, match=message):
-        compose("tiny_qwen_image_ocr", ["actor_rollout_ref.rollout.cache.name=first_block", more])
+        compose("tiny_qwen_image_ocr", ["actor_rollout_ref.rollout.cache.name=first_block", *more.split()])
+
+
+@pytest.mark.run
+def test_a_run_with_a_cache_and_a_tail(small_config):
+    """Micro-batches of uneven sizes, scored as they arrive."""
+    rollout = "actor_rollout_ref.rollout"
+    cache = [f"{rollout}.cache.name=taylorseer", f"{rollout}.cache.options={{disable_cache_before_step: 1}}"]
+    more = [f"{rollout}.tail.steps=0.5", f"{rollout}.micro_batch_size=5", "trainer.total_training_steps=2"]
+    rows = FlowGRPOTrainer(small_config(*cache, *more)).fit().rows()
+    assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2]
+    assert all(row["rollout_sync/engine_gap_abs_mean"] < 5e-3 for row in rows if "reward/mean" in row)

@@ -115,6 +115,8 @@ def test_another_starting_noise_than_asked_for_is_refused(tiny_model, make_engin
         ({"n": 16}, 10),
         # Windows of 2 in [0, 5) start at step 1.5 on average: 2.5 of 10 steps are computed once for 16 images.
         ({"n": 16, "algo": {"init_same_noise": True}}, 10 - 2.5 * 15 / 16),
+        # Three micro-batches of 16 cut 4 groups of 12 into 6 parts.
+        ({"n": 12, "algo": {"init_same_noise": True}}, 10 - 2.5 * (1 - 6 / 48)),
         ({"n": 16, "micro_batch_size": 4, "algo": {"init_same_noise": True}}, 10 - 2.5 * 12 / 16),
     ],
 )

@@ -35,6 +35,7 @@ def test_a_step_by_hand_equals_the_trainers_first(bypass, objective, small_confi
         f"{A}.score=always",
         f"{A}.optim.lr_scheduler_type=constant",
         f"{A}.diffusion_loss.loss_mode={objective}",
+        "actor_rollout_ref.rollout.tail.steps=0.5",
     )
     trainer = FlowGRPOTrainer(config)
     prompts = [trainer.run.train_prompts[i].prompt for i in trainer.run.sampler._order()[:4]]

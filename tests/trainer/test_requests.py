@@ -109,7 +109,8 @@ def test_what_cannot_work_here_is_refused_before_the_model_is_opened(setting, sa
 
 
 def test_a_prompts_images_start_from_one_noise(small_config):
-    """Of a run and of ``ImagePolicy``: a seed for each prompt, and another one at another step."""
+    """Of a run and of ``ImagePolicy``: a seed for each prompt, and another one at another step. Tail and cache of the
+    latter are the configured ones too."""
     shared = "actor_rollout_ref.rollout.algo.init_same_noise=true"
     trainer = FlowGRPOTrainer(small_config(shared))
     seeds = [trainer.rollouts.request(step).request.start_seeds for step in (0, 1)]
@@ -123,6 +124,16 @@ def test_a_prompts_images_start_from_one_noise(small_config):
     first = drawn.batch[Key.LATENTS][:, 0]
     assert torch.equal(first[0], first[3])
     assert not torch.equal(first[0], first[4])
+    asked = []
+    generate = policy.engine.generate
+    policy.engine.generate = lambda request: asked.append(request) or generate(request)
+    policy._rollout.tail.steps = 0.5
+    policy._rollout.cache.name = "first_block"
+    policy.draw(["twelve"], seed=0)
+    policy.draw(["twelve"], seed=0, learn=False)
+    assert [one.tail and one.tail.steps for one in asked] == [0.5, None]
+    assert [one.cache and one.cache.name for one in asked] == ["first_block", None]
+    assert [one.start_seeds is None for one in asked] == [False, True]
     plain = FlowGRPOTrainer(small_config(folder="plain"))
     assert plain.rollouts.request(0).request.start_seeds is None
     plain.folder.close()
