@@ -26,7 +26,7 @@ from flowgrpo_rc.models.lora import (
 )
 from flowgrpo_rc.models.sharding import gathered_once
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, check_has_adapter
-from flowgrpo_rc.rollout.cache import CacheConfig, StepCache, check_cache
+from flowgrpo_rc.rollout.cache import CacheConfig, check_cache
 from flowgrpo_rc.rollout.config import QUANTIZATIONS, RolloutConfig
 from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
 from flowgrpo_rc.rollout.sampling import RequestSampler, micro_batches
@@ -158,15 +158,14 @@ class DiffusersEngine:
             RolloutError: no adapter has been synchronised yet, or an image's latents are not finite.
         """
         check_has_adapter(self.adapter_version)
-        cache = StepCache(self.transformer, request.cache)
-        sampler = RequestSampler(self._model, self.transformer, request, self._device, cache)
+        sampler = RequestSampler(self._model, self.transformer, request, self._device)
         sampled: list[tuple[Tensor, dict[str, Tensor]]] = []
         gathered = gathered_once(self.transformer) if self._gathers else nullcontext()
         # A shared transformer computes as the actor does, whose backward pass needs torch's own layers.
         linear = nullcontext() if self._shares else linear_layers(self._dtype, self._device)
         # An actor's blocks may be compiled. Compiling them again for the engine's shapes would cost minutes.
         eager = torch.compiler.set_stance("force_eager")
-        with adapter_active(self.transformer, self.adapter), eager, gathered, linear, cache:
+        with adapter_active(self.transformer, self.adapter), eager, gathered, linear, sampler.cache:
             for rows in micro_batches(request, self._micro_batch_size):
                 images, steps = sampler.sample(rows)
                 sampled.append((images, steps))

@@ -46,22 +46,15 @@ class RequestSampler:
         transformer: the engine's own.
         request: the images to draw.
         device: where the transformer is.
-        cache: of the transformer, as ``request.cache`` asks for it; ``None``: the engine has none.
     """
 
-    def __init__(
-        self,
-        model: DiffusionModel,
-        transformer: Any,
-        request: RolloutRequest,
-        device: torch.device,
-        cache: StepCache | None = None,
-    ) -> None:
+    def __init__(self, model: DiffusionModel, transformer: Any, request: RolloutRequest, device: torch.device) -> None:
         self._model = model
         self._transformer = transformer
         self._request = request
         self._device = device
-        self._cache = cache or StepCache(transformer, None)
+        self.cache = StepCache(transformer, request.cache)
+        """The transformer's cache, for the engine to leave it as a context."""
         cond = request.conditioning
         schedule = model.schedule(request.num_inference_steps, cond.height, cond.width)
         self._timesteps = onto(schedule.timesteps, device)
@@ -114,14 +107,14 @@ class RequestSampler:
         extrapolates = onto(course.extrapolates, self._device)
         moves = onto(course.moves, self._device)
         clean = torch.zeros_like(latents)
-        self._cache.restart()
+        self.cache.restart()
         # The flags are on the host, so that the loop never waits for the device.
         for step, any_stochastic in enumerate(record.stochastic.any(1).tolist()):
             record.put("states", step, latents)
             # In a tail with fewer steps some are taken by no image.
             if not course.moves[step].any() and not self._equal_calls:
                 continue
-            self._cache.begin(inside=any_stochastic)
+            self.cache.begin(inside=any_stochastic)
             t = self._timesteps[step].expand(len(rows))
             sigma = self._sigmas[step].expand(len(rows))
             next_sigma = self._sigmas[next_level[step]]
@@ -252,7 +245,7 @@ class RequestSampler:
             window_size=int(stochastic.sum(0).max()),
             seeds=tuple(self._seeds),
             start_seeds=None if self._request.start_seeds is None else tuple(self._start_seeds),
-            cache=self._cache.used,
+            cache=self.cache.used,
             tail_solver=None if self._request.tail is None else self._request.tail.solver,
             moves=None if self._request.tail is None else torch.cat(self._moves, dim=1).T.contiguous(),
             dtype=dtype_name(compute_dtype(self._transformer)),
