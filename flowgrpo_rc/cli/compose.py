@@ -4,6 +4,7 @@ Hydra reads the files and the grammar of overrides. Settings stay apart from the
 of other trainers can be translated (``foreign.py``). All refusals are reported together.
 """
 
+import argparse
 import copy
 import os
 import re
@@ -22,7 +23,7 @@ from flowgrpo_rc.paths import shipped
 from flowgrpo_rc.section import INVALID, Problems, convert
 from flowgrpo_rc.trainer.config import SHARED_CORRECTION, FlowGRPOConfig
 
-__all__ = ["BASE_CONFIG", "ConfigError", "compose", "to_yaml"]
+__all__ = ["BASE_CONFIG", "ConfigError", "compose", "compose_without_run", "to_yaml"]
 
 # Key, value, and true for ``~key``, which takes back an earlier setting.
 _Override: TypeAlias = tuple[str, Any, bool]
@@ -77,6 +78,17 @@ def compose(
     # A script's own settings are there to be replaced.
     if repeated and not os.environ.get("FLOWGRPO_RC_SCRIPT"):
         warnings.warn(f"given more than once, so the last counts: {'; '.join(repeated)}", stacklevel=2)
+    return config
+
+
+def compose_without_run(arguments: argparse.Namespace, folder: str) -> FlowGRPOConfig:
+    """``compose`` for a command that measures and leaves no run behind; what a run writes goes to a temporary
+    ``folder``."""
+    quiet = [f"trainer.default_local_dir={folder}/run", "trainer.logger=[console]"]
+    config = compose(arguments.config_name, [*arguments.overrides, *quiet], arguments.config_dir)
+    # The folder is new, so there is nothing to resume; a path given by the user stays.
+    if config.trainer.resume_mode == "auto":
+        config.trainer.resume_mode = "disable"
     return config
 
 

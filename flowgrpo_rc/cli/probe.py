@@ -50,15 +50,10 @@ def add_probe(commands: Any) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Measure, write and print; returns the exit code."""
-    from flowgrpo_rc.cli.compose import compose
+    from flowgrpo_rc.cli.compose import compose_without_run
 
     with tempfile.TemporaryDirectory() as folder:
-        # A probe leaves no run behind.
-        quiet = [f"trainer.default_local_dir={folder}/run", "trainer.logger=[console]"]
-        config = compose(arguments.config_name, [*arguments.overrides, *quiet], arguments.config_dir)
-        # The folder is new, so there is nothing to resume; a path given by the user stays.
-        if config.trainer.resume_mode == "auto":
-            config.trainer.resume_mode = "disable"
+        config = compose_without_run(arguments, folder)
         loss = config.actor_rollout_ref.actor.diffusion_loss
         if loss.objective.clean:
             raise ValueError(

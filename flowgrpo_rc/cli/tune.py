@@ -4,6 +4,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,13 @@ def add_tune(commands: Any) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Try, write and print; returns the exit code."""
-    from flowgrpo_rc.cli.compose import compose
+    from flowgrpo_rc.cli.compose import compose_without_run
+    from flowgrpo_rc.trainer.launch import has_peers
 
+    if has_peers():
+        raise ValueError("tune compares samplers in one process; start it without torchrun")
     with tempfile.TemporaryDirectory() as folder:
-        # No run is left behind.
-        quiet = [f"trainer.default_local_dir={folder}/run", "trainer.logger=[console]"]
-        config = compose(arguments.config_name, [*arguments.overrides, *quiet], arguments.config_dir)
-        if config.trainer.resume_mode == "auto":
-            config.trainer.resume_mode = "disable"
+        config = compose_without_run(arguments, folder)
         if config.data.preferences:
             raise ValueError("data.preferences: got files, whose images are drawn already; leave it out")
         from flowgrpo_rc.models.parts import require_path
@@ -56,12 +56,10 @@ def run_command(arguments: argparse.Namespace) -> int:
         trainer = FlowGRPOTrainer(config)
         arguments.phase = TRAINING
         try:
-            if trainer.accelerator.num_processes > 1:
-                raise ValueError("tune compares samplers on one process; start it without torchrun")
             found = tune(trainer, groups)
             best = cheapest(found)
             print(report(found, best, groups * parts.rollout.n))
-            result = {"images": groups * parts.rollout.n, "tried": [one.to_dict() for one in found]}
+            result = {"images": groups * parts.rollout.n, "tried": [asdict(one) for one in found]}
             result["cheapest"] = best.settings
 
             def write(root: Path) -> None:
@@ -105,20 +103,20 @@ def report(found: Sequence[Any], best: Any, images: int) -> str:
     ]
     for one in found:
         gap = "" if one.gap is None else f"{one.gap:.1e}"
-        interval = "" if not one.overrides else f"{one.low:+.3f} to {one.high:+.3f}"
-        shift = "" if not one.overrides else f"{one.shift:+.3f}"
-        names = " ".join(f"{key}={value}" for key, value in one.overrides.items())
+        interval = "" if one is found[0] else f"{one.low:+.3f} to {one.high:+.3f}"
+        shift = "" if one is found[0] else f"{one.shift:+.3f}"
+        names = " ".join(setting.removeprefix("actor_rollout_ref.rollout.") for setting in one.settings)
         lines.append(
             f"{one.forwards:8.2f} {one.seconds:8.3f} {one.reward:8.3f} {shift:>8} {interval:>18} {one.spread:7.3f} "
-            f"{gap:>8}  {names or 'the full sampler'}"
+            f"{gap:>8}  {names}"
         )
         lines += [f"{'':8} not shown safe: {objection}" for objection in one.objections]
-    lines.append("")
-    if not best.overrides:
-        lines.append("Nothing cheaper is shown safe: keep the full sampler, or give a larger --budget")
-        return "\n".join([*lines, *([" ".join(best.settings)] if best.settings else [])])
+    pasted = " ".join(best.settings)
+    if best is found[0]:
+        says = "Nothing cheaper is shown safe: keep the full sampler, or give a larger --budget"
+        return "\n".join([*lines, "", says, pasted])
     share = 1 - best.forwards / found[0].forwards
-    return "\n".join([*lines, f"Cheapest that is shown safe, {share:.0%} fewer forwards:", " ".join(best.settings)])
+    return "\n".join([*lines, "", f"Cheapest that is shown safe, {share:.0%} fewer forwards:", pasted])
 
 
 def _measured(path: Path) -> Any:

@@ -32,7 +32,6 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rollout import RolloutError, RolloutRequest, Trajectories
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.seeds import PROBE, seed_for
-from flowgrpo_rc.sde import SDEWindow, progressive_places
 
 Result = TypeVar("Result")
 
@@ -44,7 +43,6 @@ class ProbedRun:
     model: ModelConfig
     rollout: RolloutConfig
     mode: ModeInForce
-    window: SDEWindow
     actor: DiffusionActor
     prompts: Sequence[Any]  # The training prompts
     condition: Callable[[list[Any]], Conditioning]  # Embeds prompts for the rollout pipeline
@@ -73,9 +71,7 @@ def sample_and_rescore(run: ProbedRun, images: int, before: int = 0) -> ProbeBat
         RolloutError: the engine violated the request, or the actor cannot score its samples.
     """
     rollout = run.rollout
-    window = run.window
-    slides = rollout.algo.sample_strategy == "progressive"
-    taken = progressive_places(window) if slides else list(range(window.first, window.stop - window.size + 1))
+    taken = rollout.window_places
     # All images of a place together, so that each place has the same prompts.
     places = torch.tensor(taken).repeat_interleave(images)
     # Prompts repeat if there are fewer than images; every image still has its own noise.
@@ -85,14 +81,10 @@ def sample_and_rescore(run: ProbedRun, images: int, before: int = 0) -> ProbeBat
     request = RolloutRequest(
         conditioning=run.condition([run.prompts[(before + i) % known] for i in range(count)]),
         prompt_index=torch.arange(len(places)) % count,
-        num_inference_steps=rollout.pipeline.num_inference_steps,
         seeds=[seed_for(run.seed, PROBE, 0, earlier + i) for i in range(len(places))],
         window_starts=places,
-        window_size=window.size,
-        noise_level=rollout.algo.noise_level,
-        sde_type=rollout.algo.sde_type,
         record_means=True,
-        cache=rollout.request_cache,
+        **rollout.request_fields(clean=False),
     )
     trajectories, rollout_seconds = timed(run.device, lambda: run.generate(request))
     batch = trajectories.batch

@@ -63,11 +63,6 @@ class PlannedRun:
         """Rows of an image: the steps of its window, or the places of a clean image."""
         return self.actor.rows_per_image(self.rollout.window.size)
 
-    @property
-    def rollout_forwards(self) -> tuple[float, float, float]:
-        """Transformer forwards that draw an image: before, in and after its window."""
-        return self.rollout.forwards_per_image(clean=self.actor.diffusion_loss.objective.clean)
-
     def micro_rows(self, gpus: int) -> int:
         """Rows of one forward and backward pass on a GPU."""
         window = self.rows_per_image

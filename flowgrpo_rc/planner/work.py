@@ -42,6 +42,7 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     run = plan.run
     rollout = run.rollout
     images = run.prompts * rollout.n
+    forwards = rollout.forwards_per_image(clean=run.actor.diffusion_loss.objective.clean)
     window = run.rows_per_image
     rows = run.micro_rows(1)
     # Per row, since passes are linear in their rows.
@@ -52,7 +53,7 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     learned = 2 * run.prompts if run.actor.diffusion_loss.objective.paired else images
     times = learned * window * run.actor.ppo_epochs / rows
     return StepFlops(
-        rollout=run.draws * images * (sum(run.rollout_forwards) * forward + decode),
+        rollout=run.draws * images * (sum(forwards) * forward + decode),
         score=(run.scored_share * images + min(run.rescored_images, images)) * window * forward,
         update=times * (update.forward_flops + update.backward_flops),
         recomputed=times * update.recomputed_flops,

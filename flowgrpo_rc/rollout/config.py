@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
@@ -439,19 +439,21 @@ class RolloutConfig(Section):
         # images into so many parts, both at once where they coincide.
         n, size = self.n, self.micro_batch_size
         share = 1 / n + 1 / size - 1 / math.lcm(n, size) if self.algo.init_same_noise else 1.0
-        progressive = self.algo.sample_strategy == "progressive"
-        starts = progressive_places(window) if progressive else range(window.first, window.stop - window.size + 1)
-        before = fmean(start * share for start in starts)
-        after = fmean(self.tail.forwards(steps - start - window.size) for start in starts)
+        before = fmean(start * share for start in self.window_places)
+        after = fmean(self.tail.forwards(steps - start - window.size) for start in self.window_places)
         return before, window.size - 1 + share, after
 
+    def draws_every_step(self, *, clean: bool) -> bool:
+        """Each step is a forward of every image."""
+        return math.isclose(sum(self.forwards_per_image(clean=clean)), self.pipeline.num_inference_steps)
+
     def forwards_in_words(self, *, clean: bool) -> str:
-        """E.g. ``10 steps, 4.66 forwards an image (0.09 before its window, 1.06 in it, 3.5 after it)``; the steps alone
-        if each is a forward of every image."""
+        """E.g. ``10 steps, 4.66 forwards an image (0.09 before its window, 1.06 in it, 3.5 after it)``, or the steps
+        alone."""
         steps = f"{self.pipeline.num_inference_steps} steps"
-        parts = self.forwards_per_image(clean=clean)
-        if math.isclose(sum(parts), self.pipeline.num_inference_steps):
+        if self.draws_every_step(clean=clean):
             return steps
+        parts = self.forwards_per_image(clean=clean)
         before, within, after = (f"{round(part, 2):g}" for part in parts)
         where = "" if clean else f" ({before} before its window, {within} in it, {after} after it)"
         return f"{steps}, {round(sum(parts), 2):g} forwards an image{where}"
@@ -459,9 +461,9 @@ class RolloutConfig(Section):
     def forwards_metrics(self, *, clean: bool) -> dict[str, float]:
         """Metrics of a cheaper rollout: forwards an image, with a window also before, in and after it; none where every
         step is a forward of every image."""
-        parts = self.forwards_per_image(clean=clean)
-        if math.isclose(sum(parts), self.pipeline.num_inference_steps):
+        if self.draws_every_step(clean=clean):
             return {}
+        parts = self.forwards_per_image(clean=clean)
         metrics = {"rollout/forwards_per_image": sum(parts)}
         if not clean:
             places = (f"rollout/forwards_{place}_window" for place in ("before", "in", "after"))
@@ -473,15 +475,33 @@ class RolloutConfig(Section):
         """A prompt's images start from one noise, and no window leaves them more than one step in common."""
         return self.algo.init_same_noise and self.window.stop == self.window.size
 
-    @property
-    def request_tail(self) -> TailConfig | None:
-        """``tail`` for a request; ``None`` if it changes nothing."""
-        return None if self.tail.is_whole else self.tail
+    def request_fields(self, *, clean: bool) -> dict[str, Any]:
+        """Fields of a ``RolloutRequest`` whose images are learned from, except for prompts, seeds and window starts.
+
+        Args:
+            clean: the objective learns from clean images, so that there is no window.
+        """
+        asked = {
+            "num_inference_steps": self.pipeline.num_inference_steps,
+            "tail": None if self.tail.is_whole else self.tail,
+            "cache": None if self.cache.name is None else self.cache,
+        }
+        if clean:
+            return asked | {"window_starts": None, "record_clean": True}
+        algo = self.algo
+        return asked | {
+            "window_size": self.window.size,
+            "noise_level": algo.noise_level,
+            "sde_type": algo.sde_type,
+        }
 
     @property
-    def request_cache(self) -> CacheConfig | None:
-        """``cache`` for a request; ``None`` without one."""
-        return None if self.cache.name is None else self.cache
+    def window_places(self) -> list[int]:
+        """Steps with which a window may begin, in order."""
+        window = self.window
+        if self.algo.sample_strategy == "progressive":
+            return progressive_places(window)
+        return list(range(window.first, window.stop - window.size + 1))
 
     @property
     def window(self) -> SDEWindow:
@@ -505,7 +525,7 @@ class RolloutConfig(Section):
         given = {f.name: getattr(self.val_kwargs.pipeline, f.name) for f in fields(self.val_kwargs.pipeline)}
         own = {name: value for name, value in given.items() if value is not None}
         if own.get("true_cfg_scale", self.pipeline.true_cfg_scale) <= 1:
-            # Training's interval says nothing about a validation without guidance.
+            # The interval of training is one of guidance, which this validation has none of.
             own.setdefault("guidance_interval", None)
         return replace(self.pipeline, **own)
 

@@ -145,30 +145,25 @@ class ImagePolicy:
         ]
         check_numbers(type(self.model.pipe).__name__, records)
         group = torch.arange(len(given)).repeat_interleave(n)
-        window: dict[str, Any] = {"window_starts": None}
         clean = learn and self._mode.objective.clean
+        # A deterministic draw takes every step, as validation does.
+        fields: dict[str, Any] = {"num_inference_steps": pipeline.num_inference_steps, "window_starts": None}
         if learn:
-            window |= {"tail": self._rollout.request_tail, "cache": self._rollout.request_cache}
-        if clean:
-            window["record_clean"] = True
-        elif learn:
+            fields = self._rollout.request_fields(clean=clean)
+        if learn and not clean:
             span = self._rollout.window
             starts = [draw_window_start(span, generator_for(seed, WINDOW, 0, i)) for i in range(len(given))]
-            window |= {
+            fields |= {
                 "window_starts": torch.tensor(starts)[group],
-                "window_size": span.size,
-                "noise_level": self._rollout.algo.noise_level,
-                "sde_type": self._rollout.algo.sde_type,
                 "record_means": self._mode.bypasses and self._mode.objective.needs_old_means,
             }
             if self._rollout.algo.init_same_noise:
-                window["start_seeds"] = [seed_for(seed, START, 0, one) for one in group.tolist()]
+                fields["start_seeds"] = [seed_for(seed, START, 0, one) for one in group.tolist()]
         request = RolloutRequest(
             conditioning=condition(self.model, self._encoder, PromptSet(records, pipeline)),
             prompt_index=group,
-            num_inference_steps=pipeline.num_inference_steps,
             seeds=[seed_for(seed, IMAGE, 0, i) for i in range(len(group))],
-            **window,
+            **fields,
         )
         answer = self.engine.generate(request)
         check_rollout(request, answer, self.model, self._adapter.held, self._rollout.dtype)

@@ -3,7 +3,6 @@ from them."""
 
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Int, UInt8
@@ -129,24 +128,18 @@ class RolloutQueue:
         group = positions.repeat_interleave(rollout.n)
         # Seeds depend on step and image alone, so that any number of processes and any resume draws the same noise.
         seeds = [seed_for(run.config.rollout_seed, IMAGE, step, i) for i in image_numbers(group, rollout.n).tolist()]
-        recorded: dict[str, Any] = {"window_starts": None, "record_clean": True}
+        recorded = rollout.request_fields(clean=self._learns_from_clean)
         if not self._learns_from_clean:
             starts = torch.tensor(self.window_starts(positions.tolist(), step))
-            recorded = {
+            recorded |= {
                 "window_starts": starts.repeat_interleave(rollout.n),
-                "window_size": rollout.window.size,
-                "noise_level": rollout.algo.noise_level,
-                "sde_type": rollout.algo.sde_type,
                 "record_means": self._record_means,
                 "start_seeds": self._start_seeds(step, group) if rollout.algo.init_same_noise else None,
             }
         request = RolloutRequest(
             conditioning=run.conditioning(prompts, rollout.pipeline),
             prompt_index=torch.arange(len(prompts)).repeat_interleave(rollout.n),
-            num_inference_steps=rollout.pipeline.num_inference_steps,
             seeds=seeds,
-            tail=rollout.request_tail,
-            cache=rollout.request_cache,
             **recorded,
         )
         records = [record for record in prompts for _ in range(rollout.n)]

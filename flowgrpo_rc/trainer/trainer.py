@@ -423,7 +423,6 @@ class FlowGRPOTrainer:
             model=parts.model,
             rollout=parts.rollout,
             mode=ModeInForce.configured(parts.actor),
-            window=parts.rollout.window,
             actor=self.run.actor,
             prompts=self.run.train_prompts,
             condition=lambda prompts: self.run.conditioning(prompts, parts.rollout.pipeline),

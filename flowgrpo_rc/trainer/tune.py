@@ -6,30 +6,29 @@ image by image. Prompts are the independent unit of the intervals.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
+import numpy as np
 import torch
 
+from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.intervals import mean_interval
+from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.rewards.scoring import PartialScoring
 from flowgrpo_rc.rollout import RolloutRequest
 from flowgrpo_rc.rollout.base import rows_of
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.seeds import PROBE, START, seed_for
 from flowgrpo_rc.rollout.tail import TailConfig
-from flowgrpo_rc.sde import progressive_places
 
 if TYPE_CHECKING:
     from flowgrpo_rc.trainer.trainer import FlowGRPOTrainer
 
 TAILS = (0.5, 0.25)
 """Shares of the steps after the window that are tried."""
-TAIL_SOLVERS = ("euler", "dpm++2m")
 GROUPS = 8
 """Prompts for each setting, by default."""
 TOLERANCE = 0.25
@@ -45,9 +44,7 @@ class Tried:
     """A sampler's figures."""
 
     overrides: dict[str, Any]
-    """Settings below ``actor_rollout_ref.rollout``; empty for the full sampler."""
-    changes: dict[str, Any]
-    """The same, of all that differs from the configuration."""
+    """Its settings, below ``actor_rollout_ref.rollout``."""
     forwards: float
     """Transformer forwards that draw an image."""
     seconds: float
@@ -66,51 +63,40 @@ class Tried:
 
     @property
     def settings(self) -> list[str]:
-        """Its changes of the configuration, ready to paste."""
+        """Its settings, ready to paste. All of them: the configuration may have others."""
         told = {None: "null", True: "true", False: "false"}
-        return [f"actor_rollout_ref.rollout.{key}={told.get(value, value)}" for key, value in self.changes.items()]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        return [f"actor_rollout_ref.rollout.{key}={told.get(value, value)}" for key, value in self.overrides.items()]
 
 
 def samplers(rollout: RolloutConfig, *, clean: bool) -> Iterator[dict[str, Any]]:
-    """Settings to try, the full sampler first, below ``actor_rollout_ref.rollout``; each differs in its forwards or
-    solver from all before."""
+    """Settings to try, the full sampler first, below ``actor_rollout_ref.rollout``. No two take the same steps."""
     steps = rollout.pipeline.num_inference_steps
-    window = rollout.window
-    left = steps if clean else steps - window.first - window.size
-    starts = (False,) if clean else (False, True)
-    for shared in starts:
-        same = {"algo.init_same_noise": True} if shared else {}
-        yield same
-        for steps_taken in dict.fromkeys(TailConfig(steps=share).number(left) for share in TAILS):
-            if not 0 < steps_taken < left:
+    left = steps if clean else steps - min(rollout.window_places) - rollout.window.size
+    for shared in (False,) if clean else (False, True):
+        taken = {left}
+        yield _overrides(shared)
+        for share in TAILS:
+            number = TailConfig(steps=share).number(left)
+            if number in {0, *taken}:
                 continue
-            share = next(one for one in TAILS if TailConfig(steps=one).number(left) == steps_taken)
-            for solver in TAIL_SOLVERS:
-                # A multistep solver's first and last step are Euler's.
-                if solver == "euler" or steps_taken > 2:
-                    yield same | {"tail.steps": share} | ({} if solver == "euler" else {"tail.solver": solver})
+            taken.add(number)
+            yield _overrides(shared, share)
+            # The first and the last step of a multistep solver are Euler's.
+            if number > 2:
+                yield _overrides(shared, share, "dpm++2m")
+
+
+def _overrides(shared: bool, steps: float | None = None, solver: str = "euler") -> dict[str, Any]:
+    return {"algo.init_same_noise": shared, "tail.steps": steps, "tail.solver": solver}
 
 
 def with_settings(rollout: RolloutConfig, overrides: Mapping[str, Any]) -> RolloutConfig:
     """The section with a sampler of ``samplers``, in the place of its own."""
-    tail = {key.removeprefix("tail."): value for key, value in overrides.items() if key.startswith("tail.")}
-    same = bool(overrides.get("algo.init_same_noise"))
-    return replace(rollout, tail=TailConfig(**tail), algo=replace(rollout.algo, init_same_noise=same))
-
-
-def changes(configured: RolloutConfig, chosen: RolloutConfig) -> dict[str, Any]:
-    """Settings of a sampler that differ."""
-    names = {"tail.steps": ("tail", "steps"), "tail.solver": ("tail", "solver")}
-    names["algo.init_same_noise"] = ("algo", "init_same_noise")
-    both = {
-        name: [getattr(getattr(one, section), field) for one in (configured, chosen)]
-        for name, (section, field) in names.items()
-    }
-    return {name: new for name, (old, new) in both.items() if old != new}
+    return replace(
+        rollout,
+        tail=TailConfig(steps=overrides["tail.steps"], solver=overrides["tail.solver"]),
+        algo=replace(rollout.algo, init_same_noise=overrides["algo.init_same_noise"]),
+    )
 
 
 def tune(trainer: FlowGRPOTrainer, groups: int) -> list[Tried]:
@@ -121,32 +107,30 @@ def tune(trainer: FlowGRPOTrainer, groups: int) -> list[Tried]:
     """
     config = trainer.config.actor_rollout_ref
     clean = config.actor.diffusion_loss.objective.clean
+    prompts = trainer.run.train_prompts
+    records = [prompts[i % len(prompts)] for i in range(groups)]
+    conditioning = trainer.run.conditioning(records, config.rollout.pipeline)
     found: list[Tried] = []
-    rewards: list[torch.Tensor] = []
-    request = _request(trainer, groups, clean=clean)
-    # Not timed: the first forward of a process chooses its kernels. One prompt's images.
-    warm_up = replace(request, **_sampler(trainer, {}, request))
-    trainer.generate(rows_of(warm_up, torch.arange(config.rollout.n)))
+    full: torch.Tensor | None = None
     for overrides in samplers(config.rollout, clean=clean):
-        asked = replace(request, **_sampler(trainer, overrides, request))
+        rollout = with_settings(config.rollout, overrides)
+        request = _request(rollout, conditioning, groups, trainer.config.rollout_seed, clean=clean)
+        if full is None:
+            # Not timed: the first forward of a process chooses its kernels. One prompt's images.
+            trainer.generate(rows_of(request, torch.arange(rollout.n)))
         began = time.perf_counter()
-        answer = trainer.generate(asked)
-        seconds = (time.perf_counter() - began) / len(asked.seeds)
-        rewards.append(_rewards(trainer, answer.images.numpy(), groups))
+        answer = trainer.generate(request)
+        seconds = (time.perf_counter() - began) / len(request.seeds)
+        rewards = _rewards(trainer, answer.images.numpy(), records)
+        full = rewards if full is None else full
         gap = None
         if not clean and answer.batch is not None:
             some = answer.batch[: min(RESCORED, len(answer.batch))]
-            scored = trainer.run.actor.rescore(some, asked.conditioning)["log_probs"]
+            scored = trainer.run.actor.rescore(some, request.conditioning)["log_probs"]
             gap = float((scored - some["rollout_log_probs"]).abs().mean())
-        chosen = with_settings(config.rollout, overrides)
-        figures = {
-            "overrides": overrides,
-            "changes": changes(config.rollout, chosen),
-            "forwards": sum(chosen.forwards_per_image(clean=clean)),
-            "seconds": seconds,
-            "gap": gap,
-        }
-        found.append(judged(figures, rewards[-1], rewards[0], len(trainer.run.train_prompts)))
+        forwards = sum(rollout.forwards_per_image(clean=clean))
+        figures = {"overrides": overrides, "forwards": forwards, "seconds": seconds, "gap": gap}
+        found.append(judged(figures, rewards, full, len(prompts)))
     return found
 
 
@@ -164,7 +148,7 @@ def judged(figures: dict[str, Any], rewards: torch.Tensor, full: torch.Tensor, d
     """
     spread, spread_of_full = (float(one.var(1).mean().sqrt()) for one in (rewards, full))
     figures = figures | {"reward": float(rewards.mean()), "spread": spread}
-    if not figures["overrides"]:
+    if rewards is full:
         return Tried(**figures, shift=0.0, low=0.0, high=0.0)
     difference = (rewards - full).flatten()
     prompts = torch.arange(len(rewards)).remainder(distinct).repeat_interleave(rewards.shape[1])
@@ -182,59 +166,27 @@ def judged(figures: dict[str, Any], rewards: torch.Tensor, full: torch.Tensor, d
     )
 
 
-def _request(trainer: FlowGRPOTrainer, groups: int, *, clean: bool) -> RolloutRequest:
-    """The first prompts, with the window at each of its places in turn."""
-    rollout = trainer.config.actor_rollout_ref.rollout
-    prompts = trainer.run.train_prompts
-    records = [prompts[i % len(prompts)] for i in range(groups)]
+def _request(
+    rollout: RolloutConfig, conditioning: Conditioning, groups: int, seed: int, *, clean: bool
+) -> RolloutRequest:
+    """``rollout.n`` images of each prompt, with the window at each of its places in turn."""
     index = torch.arange(groups).repeat_interleave(rollout.n)
-    recorded: dict[str, Any] = {"window_starts": None, "record_clean": True}
+    recorded = rollout.request_fields(clean=clean)
     if not clean:
-        window = rollout.window
-        places = range(window.first, window.stop - window.size + 1)
-        if rollout.algo.sample_strategy == "progressive":
-            places = progressive_places(window)
-        starts = torch.tensor(list(places)).repeat(math.ceil(groups / len(places)))[:groups]
-        recorded = {
-            "window_starts": starts[index],
-            "window_size": window.size,
-            "noise_level": rollout.algo.noise_level,
-            "sde_type": rollout.algo.sde_type,
-        }
-    return RolloutRequest(
-        conditioning=trainer.run.conditioning(records, rollout.pipeline),
-        prompt_index=index,
-        num_inference_steps=rollout.pipeline.num_inference_steps,
-        seeds=[seed_for(trainer.config.rollout_seed, PROBE, 1, i) for i in range(len(index))],
-        **recorded,
-    )
-
-
-def _sampler(trainer: FlowGRPOTrainer, overrides: Mapping[str, Any], request: RolloutRequest) -> dict[str, Any]:
-    """Fields of a request that a sampler changes."""
-    rollout = with_settings(trainer.config.actor_rollout_ref.rollout, overrides)
-    start_seeds = None
+        places = rollout.window_places
+        recorded["window_starts"] = torch.tensor([places[group % len(places)] for group in index.tolist()])
     if rollout.algo.init_same_noise:
-        groups = request.prompt_index.tolist()
-        start_seeds = [seed_for(trainer.config.rollout_seed, START, 1, group) for group in groups]
-    return {
-        "tail": rollout.request_tail,
-        "cache": rollout.request_cache,
-        "start_seeds": start_seeds,
-        "request_id": uuid4().hex,
-    }
+        recorded["start_seeds"] = [seed_for(seed, START, 1, group) for group in index.tolist()]
+    seeds = [seed_for(seed, PROBE, 1, i) for i in range(len(index))]
+    return RolloutRequest(conditioning=conditioning, prompt_index=index, seeds=seeds, **recorded)
 
 
-def _rewards(trainer: FlowGRPOTrainer, images: Any, groups: int) -> torch.Tensor:
-    """Rewards ``(groups, n)`` of the request's images."""
+def _rewards(trainer: FlowGRPOTrainer, images: np.ndarray, records: Sequence[PromptRecord]) -> torch.Tensor:
+    """Rewards ``(groups, n)`` of the images of these prompts."""
     rollout = trainer.config.actor_rollout_ref.rollout
-    prompts = trainer.run.train_prompts
-    records = [prompts[i % len(prompts)] for i in range(groups) for _ in range(rollout.n)]
-    scoring = PartialScoring(
-        trainer.run.reward,
-        [record.prompt for record in records],
-        [record.metadata for record in records],
-        rollout.micro_batch_size,
-    )
+    each = [record for record in records for _ in range(rollout.n)]
+    prompts = [record.prompt for record in each]
+    metadata = [record.metadata for record in each]
+    scoring = PartialScoring(trainer.run.reward, prompts, metadata, rollout.micro_batch_size)
     total = torch.as_tensor(scoring.result(images).total, dtype=torch.float64)
-    return total.view(groups, rollout.n)
+    return total.view(len(records), rollout.n)

@@ -11,8 +11,9 @@ from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.cli.tune import prompts_of_budget, report
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.section import convert
-from flowgrpo_rc.trainer.tune import changes, cheapest, judged, samplers, with_settings
+from flowgrpo_rc.trainer.tune import cheapest, judged, samplers, with_settings
 
+FULL_SAMPLER = {"algo.init_same_noise": False, "tail.steps": None, "tail.solver": "euler"}
 SAME = {"algo.init_same_noise": True}
 HALF = {"tail.steps": 0.5}
 DPM = {"tail.solver": "dpm++2m"}
@@ -24,36 +25,34 @@ def rollout(steps=10, **algo):
 
 
 def test_what_is_tried():
-    tails = [HALF, HALF | DPM, {"tail.steps": 0.25}]  # of 8 steps 4 and 2, and two steps of dpm++2m are Euler's
-    assert list(samplers(rollout(), clean=False)) == [{}, *tails, SAME, *(SAME | tail for tail in tails)]
-    # Of 10 steps without a window 5 and 3.
     quarter = {"tail.steps": 0.25}
-    assert list(samplers(rollout(), clean=True)) == [{}, HALF, HALF | DPM, quarter, quarter | DPM]
+    tails = [HALF, HALF | DPM, quarter]  # of 8 steps 4 and 2, and two steps of dpm++2m are Euler's
+    expected = [{}, *tails, SAME, *(SAME | tail for tail in tails)]
+    assert list(samplers(rollout(), clean=False)) == [FULL_SAMPLER | one for one in expected]
+    # Of 10 steps without a window 5 and 3.
+    expected = [{}, HALF, HALF | DPM, quarter, quarter | DPM]
+    assert list(samplers(rollout(), clean=True)) == [FULL_SAMPLER | one for one in expected]
     # Of one step none is left out.
     short = rollout(steps=5, sde_window_range=[2, 5])
-    assert list(samplers(short, clean=False)) == [{}, SAME]
+    assert list(samplers(short, clean=False)) == [FULL_SAMPLER, FULL_SAMPLER | SAME]
 
 
 def test_a_sampler_takes_the_place_of_the_configured_one():
     configured = compose(
         "tiny_qwen_image_ocr", ["actor_rollout_ref.rollout.tail.steps=1", "actor_rollout_ref.rollout.tail.solver=heun"]
     ).actor_rollout_ref.rollout
-    full = with_settings(configured, {})
+    full = with_settings(configured, FULL_SAMPLER)
     assert full.tail.is_whole
     assert not full.algo.init_same_noise
-    both = with_settings(configured, SAME | HALF)
+    both = with_settings(configured, FULL_SAMPLER | SAME | HALF)
     assert (both.tail.steps, both.tail.solver, both.algo.init_same_noise) == (0.5, "euler", True)
-    # What is printed turns the configuration into what was measured.
-    assert changes(configured, full) == {"tail.steps": None, "tail.solver": "euler"}
-    assert changes(configured, both) == {"tail.steps": 0.5, "tail.solver": "euler", "algo.init_same_noise": True}
-    assert changes(full, both) == {"tail.steps": 0.5, "algo.init_same_noise": True}
 
 
 FULL = torch.tensor([[0.0, 1.0], [0.2, 0.8], [0.4, 0.6]], dtype=torch.float64)
 
 
 def tried(rewards, overrides=HALF, forwards=4.0, full=FULL, distinct=3):
-    figures = {"overrides": overrides, "changes": overrides, "forwards": forwards, "seconds": 0.1, "gap": None}
+    figures = {"overrides": FULL_SAMPLER | overrides, "forwards": forwards, "seconds": 0.1, "gap": None}
     return judged(figures, rewards, full, distinct)
 
 
@@ -81,24 +80,27 @@ def test_figures_by_hand():
 
 def test_equal_rewards_show_nothing():
     nothing = torch.zeros(3, 2, dtype=torch.float64)
-    (objection,) = tried(nothing, full=nothing).objections
+    (objection,) = tried(nothing.clone(), full=nothing).objections
     assert "all have the same reward" in objection
 
 
 def test_the_cheapest_that_is_safe():
     full = tried(FULL, {}, forwards=6.0)
-    safe = tried(FULL, SAME, forwards=5.0)
+    safe = tried(FULL.clone(), SAME, forwards=5.0)
     better = tried(FULL + 0.1, forwards=5.0)
     wrong = tried(FULL - 0.5, SAME | HALF, forwards=3.0)
     found = [full, safe, better, wrong]
     assert cheapest(found) is better
     text = report(found, better, 6)
-    assert text.splitlines()[-1] == "actor_rollout_ref.rollout.tail.steps=0.5"
+    here = "actor_rollout_ref.rollout"
+    # Every setting is told, since the configuration may have another.
+    assert text.splitlines()[-1] == f"{here}.algo.init_same_noise=false {here}.tail.steps=0.5 {here}.tail.solver=euler"
     assert "17% fewer forwards" in text
     assert "not shown safe: the reward may fall by 0.5" in text
-    assert safe.settings == ["actor_rollout_ref.rollout.algo.init_same_noise=true"]
+    assert safe.settings[:2] == [f"{here}.algo.init_same_noise=true", f"{here}.tail.steps=null"]
     alone = report([full, wrong], cheapest([full, wrong]), 6)
-    assert alone.endswith("Nothing cheaper is shown safe: keep the full sampler, or give a larger --budget")
+    assert "Nothing cheaper is shown safe: keep the full sampler, or give a larger --budget" in alone
+    assert alone.splitlines()[-1] == " ".join(full.settings)
 
 
 def test_budgets():
