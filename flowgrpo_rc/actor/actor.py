@@ -652,24 +652,19 @@ def _read(log_probs: Tensor, metrics: LossMetrics, norm: Tensor) -> tuple[Tensor
     return values.view(log_probs.shape).to(log_probs.dtype), LossMetrics(metrics.names, sums, extremes), float(size)
 
 
-def largest_on_any_process(number: int) -> int:
-    """The largest ``number`` of all processes. Collective, as ``on_any_process``."""
-    state = PartialState()
-    if state.num_processes == 1:
-        return number
-    largest = torch.tensor(number, device=state.device)
-    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-    return int(largest)
-
-
 def on_any_process(flag: Tensor | bool) -> bool:
     """True if ``flag``, one boolean, is true on any process. Collective: every process must call. A process that stops
     alone leaves the others waiting in the next collective, which with a sharded transformer is the next forward
     pass."""
+    return bool(largest_on_any_process(flag))
+
+
+def largest_on_any_process(number: Tensor | int) -> int:
+    """The largest ``number``, one that is whole, of all processes. Collective, as ``on_any_process``."""
     state = PartialState()
     if state.num_processes == 1:
-        return bool(flag)
+        return int(number)
     # NCCL reduces integers, not booleans.
-    found = torch.as_tensor(flag, device=state.device).int()
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return bool(found)
+    largest = torch.as_tensor(number, device=state.device).int()
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return int(largest)

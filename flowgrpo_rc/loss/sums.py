@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -97,17 +98,16 @@ class LossMetrics:
         Args:
             counts_rejected: the loss's denominator counts rejected elements.
         """
+        names = (*self.names, "rejected", "idle")
         added = {"denominator": idle + counts_rejected * rejected, "elements": rejected, "ratio": rejected}
-        columns = [float(added.get(name, 0)) for name in self.names]
+        added |= {"rejected": rejected, "idle": idle}
         # A rejected element's ratio is 1.
         ends = [-1.0, 1.0] if rejected else [-math.inf, -math.inf]
         # One copy to the device, which does not wait.
-        more = onto(
-            torch.tensor([*columns, float(rejected), float(idle), *ends], dtype=self.sums.dtype), self.sums.device
-        )
-        columns, counts, ends = more.split([len(columns), 2, 2])
-        extremes = torch.maximum(self.extremes, ends)
-        return LossMetrics((*self.names, "rejected", "idle"), torch.cat([self.sums + columns, counts]), extremes)
+        figures = torch.tensor([*(added.get(name, 0) for name in names), *ends], dtype=self.sums.dtype)
+        more = onto(figures, self.sums.device)
+        sums = F.pad(self.sums, (0, 2)) + more[:-2]
+        return LossMetrics(names, sums, torch.maximum(self.extremes, more[-2:]))
 
     def all_reduce(self, group: object | None = None) -> "LossMetrics":
         """Merge over the ranks of ``group`` (``None``: the default group); without ``torch.distributed`` itself."""

@@ -51,8 +51,10 @@ class CacheConfig(Section):
             yield f"name: got null with {given}; choose one of {', '.join(CACHES)}"
 
     @property
-    def described(self) -> str:
-        """Its name, and where it acts."""
+    def described(self) -> str | None:
+        """Its name, and where it acts; ``None`` without one."""
+        if self.name is None:
+            return None
         return f"{self.name} {'everywhere' if self.in_window else 'outside of the window'}"
 
     def of_diffusers(self) -> Any:

@@ -170,9 +170,7 @@ class RequestSampler:
             seeds = torch.tensor([request.start_seeds[row] for row in rows.tolist()])
             _, group = torch.stack([seeds, starts], 1).unique(dim=0, return_inverse=True)
             first = torch.stack([own[group == one].min() for one in group.tolist()])
-        steps = range(len(moves))
-        sources = [torch.where(step <= starts, first, own) for step in steps]
-        return [torch.where(moves[step], sources[step], -1) for step in steps]
+        return [torch.where(moved, torch.where(step <= starts, first, own), -1) for step, moved in enumerate(moves)]
 
     def _velocity(self, latents: Tensor, t: Tensor, cond: Conditioning, source: Int[Tensor, " b"]) -> Tensor:
         """The velocity of every image, from the image ``source``; each of these is computed once. Zero where it is

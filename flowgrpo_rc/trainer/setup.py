@@ -134,6 +134,8 @@ class Run:
         if lora.torch_compile:
             _check_compiler(self.accelerator.device.type)
         _check_attention(config, pipeline_class, self.accelerator.device)
+        if config.actor_rollout_ref.rollout.cache.name is not None:
+            config.actor_rollout_ref.rollout.cache.of_diffusers()  # its options; the engine checks the transformer
         # Write the images of every rollout and of every validation; ``None`` if none are kept.
         self.rollout_dump, self.validation_dump = (
             None if folder is None else ImageDump(f"trainer.{field}", folder, self.accelerator)
