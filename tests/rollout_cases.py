@@ -2,8 +2,9 @@
 
 import torch
 
-from flowgrpo_rc.models import Conditioning, PromptEncoder
-from flowgrpo_rc.rollout import RolloutRequest
+from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder
+from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 from flowgrpo_rc.rollout.seeds import seed_for
 
 PROMPTS = ('the text "12"', 'the text "345678" in red', "x")
@@ -38,6 +39,23 @@ def random_like(state, scale=0.2, seed=0):
     """An adapter as it is after some training: random values for every tensor, B included."""
     generator = torch.Generator().manual_seed(seed)
     return {name: scale * torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+
+
+def tiny_engine(model, micro_batch_size=6):
+    """A float32 engine around the model, with a random adapter of version 5."""
+    settings = {"micro_batch_size": micro_batch_size, "device": "cpu", "dtype": torch.float32}
+    engine = DiffusersEngine(model, ModelConfig(lora_rank=4, lora_alpha=4), **settings)
+    engine.sync(random_like(adapter_state(engine.transformer, engine.adapter), 0.05), 5)
+    return engine
+
+
+def rows_of_forwards(transformer, call):
+    """Rows of every forward of the transformer during ``call()``, counted by a hook."""
+    rows = []
+    hook = transformer.register_forward_hook(lambda *given: rows.append(len(given[-1][0])), with_kwargs=True)
+    call()
+    hook.remove()
+    return rows
 
 
 def assert_same_bits(one, other):

@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollout_cases import random_like, request_for
+from rollout_cases import request_for, rows_of_forwards, tiny_engine
 from test_actor import Setup
 from tolerances import LOG_PROB
 from torch.testing import assert_close
 
-from flowgrpo_rc.models import ModelConfig
-from flowgrpo_rc.models.lora import adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError
+from flowgrpo_rc.rollout import RolloutSyncError
 from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.rollout.tail import TailConfig
@@ -59,11 +57,8 @@ def test_rows_are_guided_by_their_levels(model, batched, detach):
 
 
 def rows_computed(model, latents, timesteps, cond):
-    rows = []
-    hook = model.transformer.register_forward_hook(lambda *call: rows.append(len(call[-1][0])), with_kwargs=True)
-    model.velocity(model.transformer, latents, timesteps, cond)
-    hook.remove()
-    return rows
+    transformer = model.transformer
+    return rows_of_forwards(transformer, lambda: model.velocity(transformer, latents, timesteps, cond))
 
 
 def test_rows_outside_cost_one_forward(tiny_model):
@@ -108,20 +103,15 @@ def test_the_actor_rescores_what_was_drawn(tiny_model):
 
 def test_rows_of_images_in_a_rollout(tiny_model):
     """With 5 steps the levels are 1, .8, .6, .4 and .2 as far as the model's shift leaves them."""
-    engine = DiffusersEngine(
-        tiny_model, ModelConfig(lora_rank=4, lora_alpha=4), micro_batch_size=6, device="cpu", dtype=torch.float32
-    )
-    engine.sync(random_like(adapter_state(engine.transformer, engine.adapter), 0.05), 5)
+    engine = tiny_engine(tiny_model)
     levels = tiny_model.schedule(5, 32, 32).sigmas.tolist()
     interval = (levels[3] - 0.01, levels[1] + 0.01)
     request = request_for(tiny_model, cfg=4.0, window=0, record_clean=True, tail=TailConfig(solver="heun"))
     request = replace(request, conditioning=replace(request.conditioning, guidance_interval=interval))
-    rows = []
-    hook = engine.transformer.register_forward_hook(lambda *call: rows.append(len(call[-1][0])), with_kwargs=True)
-    answer = engine.generate(request)
-    hook.remove()
+    rows = rows_of_forwards(engine.transformer, lambda: engine.generate(request))
     # Heun's second forward is at the level where the step ends; the last step has none.
     assert rows == [6, 12, 12, 12, 12, 12, 12, 6, 6]
+    answer = engine.generate(request)
     held = HeldAdapter(5, answer.echo.adapter_digest)
     check_rollout(request, answer, tiny_model, held, "float32")
     other = replace(request, conditioning=replace(request.conditioning, guidance_interval=None))

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_rows import IMAGES, WINDOW, Rig, config
+from test_rows import IMAGES, WINDOW, Rig, config, on_two_processes
 from tolerances import GRADIENT
 from torch.testing import assert_close
 
@@ -185,27 +185,13 @@ def gradient_of(rig, images):
     return flat, sum(rows), metrics["actor/left_out_fraction"], metrics["actor/pg_loss"]
 
 
-def one_of_two(rank, folder):
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    rig = Rig()
-    own = rig.actor._accelerator
-    rig.actor._accelerator = SimpleNamespace(
-        device=own.device, num_processes=2, autocast=own.autocast, backward=own.backward
-    )
-    torch.save(gradient_of(rig, torch.arange(IMAGES).chunk(2)[rank]), folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.process
 def test_processes_compute_equally_many_images(tmp_path):
     """The first has one image with a gradient, the second none."""
-    torch.multiprocessing.spawn(one_of_two, (tmp_path,), nprocs=2)
+    found = on_two_processes(gradient_of, tmp_path)
     gradient, rows, share, loss = gradient_of(Rig(), torch.arange(IMAGES))
     assert (rows, share) == (WINDOW, 0.75)
-    for rank in range(2):
-        own, rows, share, own_loss = torch.load(tmp_path / f"{rank}.pt")
+    for own, rows, share, own_loss in found:
         assert (rows, share) == (WINDOW, 0.5)
         assert (own - gradient).norm() <= GRADIENT * gradient.norm()
         assert_close(own_loss, loss, atol=1e-9, rtol=1e-5)

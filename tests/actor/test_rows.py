@@ -1,5 +1,7 @@
 """Micro-batches of rows: whatever they cut, an update learns and measures the same, and needs less memory for it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_actor import Setup, nothing_learned
@@ -61,6 +63,25 @@ class Rig(Setup):
             self.actor.optimizer.step = optimizer_step
         weights = torch.cat([p.detach().flatten() for p in adapter_parameters(self.actor.transformer).values()])
         return metrics, weights - torch.cat([value.flatten() for value in self.start]), gradients
+
+
+def on_two_processes(run, folder):
+    """``run(rig, images)`` of two processes that share the images; what it returns on each."""
+    torch.multiprocessing.spawn(_one_of_two, (run, folder), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def _one_of_two(rank, run, folder):
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(str(folder / "store"), 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    rig = Rig()
+    own = rig.actor._accelerator
+    rig.actor._accelerator = SimpleNamespace(
+        device=own.device, num_processes=2, autocast=own.autocast, backward=own.backward
+    )
+    torch.save(run(rig, torch.arange(IMAGES).chunk(2)[rank]), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

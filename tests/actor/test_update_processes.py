@@ -1,10 +1,8 @@
 """An optimizer step of two processes, one of which rejects all that it has."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from test_rows import IMAGES, Rig, adapter_parameters, config
+from test_rows import IMAGES, Rig, adapter_parameters, config, on_two_processes
 from tolerances import GRADIENT
 
 from flowgrpo_rc.batch import Key, MiniBatch
@@ -29,27 +27,13 @@ def update(rig, images):
     return result.optimizer_steps, result.metrics["actor/kept_fraction"], flat, len(calls), kl
 
 
-def one_of_two(rank, folder):
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    rig = Rig()
-    own = rig.actor._accelerator
-    rig.actor._accelerator = SimpleNamespace(
-        device=own.device, num_processes=2, autocast=own.autocast, backward=own.backward
-    )
-    torch.save(update(rig, torch.arange(IMAGES).chunk(2)[rank]), folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.process
 def test_a_process_whose_images_are_all_rejected_takes_the_step_of_the_others(tmp_path):
     """With as many forwards, and the gradient of one process that has all images."""
-    torch.multiprocessing.spawn(one_of_two, (tmp_path,), nprocs=2)
+    found = on_two_processes(update, tmp_path)
     steps, kept, gradient, calls, kl = update(Rig(), torch.arange(IMAGES))
     assert min(kl) > 1e-6
     assert (steps, kept) == (1, 0.5)
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert found[0][3] == found[1][3] == calls // 2
     for steps, kept, own, _, own_kl in found:
         assert (steps, kept) == (1, 0.5)

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from flowgrpo_rc.actor import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.loss import diffusion_loss, diffusion_loss_sums
+from flowgrpo_rc.loss.objectives import OBJECTIVES as TABLE
 
 OBJECTIVES = ("awm", "diffusion_nft", "dpo")
 COEFFICIENT = 0.7
@@ -487,3 +488,13 @@ def test_reinforce_is_refused_where_it_would_replace_the_objective(objective):
             diffusion_loss=DiffusionLossConfig(loss_mode=objective),
             rollout_correction={"bypass_mode": True, "loss_type": "reinforce"},
         )
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_which_gradients_an_advantage_of_zero_removes(objective):
+    """The update leaves such images out where the table says so."""
+    output, data = random_case(3)
+    data["advantages"][:2] = tensor(0.0, 1.0)  # a pair whose advantages are equal has no gradient
+    _, gradient, _ = run(make_config(objective), output, data)
+    assert bool((gradient[0] == 0).all()) == TABLE[objective].scales_with_advantage
+    assert gradient[1].any()

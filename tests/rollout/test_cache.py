@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollout_cases import random_like, request_for
+from rollout_cases import request_for, tiny_engine
 from tolerances import LOG_PROB
 from torch.testing import assert_close
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.cli.compose import compose
-from flowgrpo_rc.models import ModelConfig
-from flowgrpo_rc.models.lora import adapter_active, adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError
+from flowgrpo_rc.models.lora import adapter_active
+from flowgrpo_rc.rollout import RolloutSyncError
 from flowgrpo_rc.rollout.cache import CACHES, CacheConfig, StepCache, check_cache
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
@@ -31,10 +30,7 @@ STARTS = (3,) * 6
 
 @pytest.fixture
 def engine(tiny_model):
-    settings = {"micro_batch_size": 6, "device": "cpu", "dtype": torch.float32}
-    engine = DiffusersEngine(tiny_model, ModelConfig(lora_rank=4, lora_alpha=4), **settings)
-    engine.sync(random_like(adapter_state(engine.transformer, engine.adapter), 0.05), 5)
-    return engine
+    return tiny_engine(tiny_model)
 
 
 def rescored(model, engine, request, batch):

@@ -1,16 +1,15 @@
 """Images of a prompt that start from one noise: steps computed once, and what stays as it would be without."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from rollout_cases import random_like, request_for
+from rollout_cases import request_for, tiny_engine
 from torch.testing import assert_close
 
 from flowgrpo_rc.batch import Key
-from flowgrpo_rc.models import ModelConfig
-from flowgrpo_rc.models.lora import adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError
+from flowgrpo_rc.rollout import RolloutSyncError
 from flowgrpo_rc.rollout.base import joined, rows_of
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
@@ -24,13 +23,7 @@ STEPS = 5
 
 @pytest.fixture
 def make_engine(tiny_model):
-    def make(micro_batch_size=6):
-        settings = {"micro_batch_size": micro_batch_size, "device": "cpu", "dtype": torch.float32}
-        engine = DiffusersEngine(tiny_model, ModelConfig(lora_rank=4, lora_alpha=4), **settings)
-        engine.sync(random_like(adapter_state(engine.transformer, engine.adapter), 0.05), 5)
-        return engine
-
-    return make
+    return partial(tiny_engine, tiny_model)
 
 
 @pytest.fixture

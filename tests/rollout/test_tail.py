@@ -2,18 +2,18 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchHeunDiscreteScheduler
-from rollout_cases import random_like, request_for
+from rollout_cases import request_for, rows_of_forwards, tiny_engine
 from torch.testing import assert_close
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.cli.compose import compose
-from flowgrpo_rc.models import ModelConfig
-from flowgrpo_rc.models.lora import adapter_active, adapter_state
-from flowgrpo_rc.rollout import DiffusersEngine, RolloutSyncError, sampling
+from flowgrpo_rc.models.lora import adapter_active
+from flowgrpo_rc.rollout import RolloutSyncError, sampling
 from flowgrpo_rc.rollout.base import joined, rows_of
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
@@ -25,13 +25,7 @@ RECORDED = (Key.LATENTS, Key.NEXT_LATENTS, Key.ROLLOUT_LOG_PROBS)
 
 @pytest.fixture
 def make_engine(tiny_model):
-    def make(micro_batch_size=6):
-        settings = {"micro_batch_size": micro_batch_size, "device": "cpu", "dtype": torch.float32}
-        engine = DiffusersEngine(tiny_model, ModelConfig(lora_rank=4, lora_alpha=4), **settings)
-        engine.sync(random_like(adapter_state(engine.transformer, engine.adapter), 0.05), 5)
-        return engine
-
-    return make
+    return partial(tiny_engine, tiny_model)
 
 
 @pytest.mark.parametrize(
@@ -136,38 +130,44 @@ def test_images_are_those_of_every_image_by_itself(tiny_model, make_engine, solv
     assert (together.images.int() - alone.images.int()).abs().max() <= 1
 
 
-def rows_of_transformer(engine, request):
-    """Rows of all transformer forwards, counted by a hook."""
-    rows = []
-    hook = engine.transformer.register_forward_hook(
-        lambda module, given, kwargs, out: rows.append(len(out[0])), with_kwargs=True
-    )
-    engine.generate(request)
-    hook.remove()
-    return rows
+def rows_of_request(engine, request):
+    """Rows of every forward that draws it."""
+    return rows_of_forwards(engine.transformer, lambda: engine.generate(request))
 
 
-QWEN = {"n": 3, "micro_batch_size": 12, "pipeline": {"num_inference_steps": 10}}
+QWEN = {"n": 16, "micro_batch_size": 16, "pipeline": {"num_inference_steps": 10}}
 QWEN_ALGO = {"sde_window_size": 2, "sde_window_range": [0, 5]}
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_forwards_are_as_planned(tiny_model, make_engine, solver, shared):
-    """One prompt at each place of the window, three images each."""
-    starts = [start for start in range(4) for _ in range(3)]
-    seeds = starts if shared else None
-    tail = TailConfig(solver=solver, steps=0.5)
-    prompts = ["1", "2", "3", "4"]
+    """Of Qwen-Image's settings, 16 images of a prompt at each place of the window: 47 % with both, by Euler."""
+    starts = [start for start in range(4) for _ in range(16)]
+    tail = {"solver": solver, "steps": 0.5}
     request = request_for(
-        tiny_model, prompts, index=starts, starts=starts, steps=10, start_seeds=seeds, tail=tail, seed=3
+        tiny_model,
+        ["1", "2", "3", "4"],
+        index=starts,
+        starts=starts,
+        steps=10,
+        start_seeds=starts if shared else None,
+        tail=TailConfig(**tail),
     )
-    config = convert(
-        RolloutConfig,
-        {**QWEN, "algo": {**QWEN_ALGO, "init_same_noise": shared}, "tail": {"solver": solver, "steps": 0.5}},
-    )
-    counted = sum(rows_of_transformer(make_engine(12), request))
-    assert counted == pytest.approx(12 * sum(config.forwards_per_image(clean=False)))
+    config = convert(RolloutConfig, {**QWEN, "algo": {**QWEN_ALGO, "init_same_noise": shared}, "tail": tail})
+    counted = sum(rows_of_request(make_engine(16), request)) / 64
+    assert counted == pytest.approx(sum(config.forwards_per_image(clean=False)))
+    if shared and solver == "euler":
+        assert counted == pytest.approx(4.65625)
+
+
+def test_forwards_of_the_demo():
+    """Its micro-batch holds all prompts: 1 and 1 steps in common for 12 images, 1 in the window, 5/3 after it."""
+    rollout = "actor_rollout_ref.rollout"
+    config = compose("tiny_qwen_image_ocr", [f"{rollout}.algo.init_same_noise=true", f"{rollout}.tail.steps=0.5"])
+    forwards = sum(config.actor_rollout_ref.rollout.forwards_per_image(clean=False))
+    assert forwards == pytest.approx(1 / 12 + 1 / 12 + 1 + 5 / 3)
+    assert forwards < 0.63 * 6
 
 
 def test_forwards_of_qwen_images_settings_by_hand():
@@ -245,9 +245,9 @@ def test_a_sharded_transformer_is_called_equally_often(tiny_model, make_engine, 
         request_for(tiny_model, starts=(start,) * 6, steps=8, cfg=2.0, tail=tail, seed=1) for start in (0, 3, 6)
     ]
     plain = [make_engine().generate(request) for request in requests]
-    assert len({len(rows_of_transformer(make_engine(), request)) for request in requests}) > 1
+    assert len({len(rows_of_request(make_engine(), request)) for request in requests}) > 1
     monkeypatch.setattr(sampling, "is_sharded", lambda transformer: True)
-    counts = {len(rows_of_transformer(make_engine(), request)) for request in requests}
+    counts = {len(rows_of_request(make_engine(), request)) for request in requests}
     assert counts == {2 * 8 - 1 if solver == "heun" else 8}
     for request, expected in zip(requests, plain, strict=True):
         found = make_engine().generate(request)

@@ -97,14 +97,17 @@ def test_what_the_model_does_not_take_is_refused_before_weights_are_read(
         ("trainer.validation_data_dir=/dev/null/below", r"/dev/null/below cannot be written \(Not a directory\)"),
         (f"{M}.attn_backend=_native_npu", "attn_backend: got _native_npu, .*install `torch_npu`"),
         (f"{R}.rollout_attn_backend=_native_npu", "rollout_attn_backend: got _native_npu, .*install `torch_npu`"),
+        (f"{R}.cache.options={{threshold: x}}", "rollout.cache.options.threshold: got 'x'; give a number"),
         (f"{M}.lora_adapter_path=/dev/null", "lora_adapter_path: /dev/null is no folder"),
         ("actor_rollout_ref.actor.fsdp_config.shard=true", "fsdp_config.shard: got true with one process, .*torchrun"),
     ],
 )
 def test_what_cannot_work_here_is_refused_before_the_model_is_opened(setting, says, small_config, monkeypatch):
     monkeypatch.setattr(setup, "open_checked", lambda *_, **__: pytest.fail("the model was opened"))
+    cache = [f"{R}.cache.name=first_block"] if "cache" in setting else []
+    config = small_config("trainer.device=cpu", f"{R}.dtype=float32", *cache, setting)
     with pytest.raises(ValueError, match=says) as caught:
-        FlowGRPOTrainer(small_config("trainer.device=cpu", f"{R}.dtype=float32", setting))
+        FlowGRPOTrainer(config)
     assert setting.partition("=")[0] in str(caught.value)
 
 
