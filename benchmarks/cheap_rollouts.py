@@ -9,7 +9,6 @@ steps after the window, ``both`` does both. ``awm...`` learn from clean images w
 final adapter then draws the held-out numbers as in ``clean_objectives.py``. Resumable, as ``training_runs.py`` says.
 """
 
-import argparse
 import json
 import sys
 from functools import cache
@@ -20,7 +19,7 @@ from typing import Any
 from clean_objectives import EACH, STEPS, batches_to, objective
 from learning import COMMON, RC, ROLLOUT, plot_curves
 from second_ocr import held_out_numbers, second_ocr
-from training_runs import CONFIG, HERE, Overrides, Study, load, run_missing, write_table
+from training_runs import CONFIG, HERE, Overrides, Study, load, run_missing, study_arguments, write_table
 
 RESULTS = HERE / "results" / "cheap_rollouts.jsonl"
 PAGE = HERE.parent / "docs" / "cheap_rollouts.md"
@@ -79,12 +78,7 @@ def study() -> Study:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=list(SETTINGS), help="settings (%(default)s)")
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (%(default)s)")
-    parser.add_argument("--report", action="store_true", help="write the page's table and figure; run nothing")
-    arguments = parser.parse_args()
+    arguments = study_arguments(__doc__, SETTINGS)
     if arguments.report:
         runs = load(SETTINGS, RESULTS)
         write_table(PAGE, RESULTS, table(runs))

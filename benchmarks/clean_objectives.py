@@ -13,7 +13,6 @@ which had no part in training.
 Resumable, as ``training_runs.py`` says.
 """
 
-import argparse
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +22,17 @@ from typing import Any
 from learning import COMMON, DECOUPLED_IS, LOSS, NONE, RC, ROLLOUT, plot_curves
 from machine import describe
 from second_ocr import held_out_numbers, second_ocr
-from training_runs import HERE, Overrides, Study, load, read_results, run_missing, write_results, write_table
+from training_runs import (
+    HERE,
+    Overrides,
+    Study,
+    load,
+    read_results,
+    run_missing,
+    study_arguments,
+    write_results,
+    write_table,
+)
 
 RESULTS = HERE / "results" / "clean_objectives.jsonl"
 PAGE = HERE.parent / "docs" / "clean_images.md"
@@ -105,12 +114,7 @@ def forwards(setting: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=list(SETTINGS), help="settings (%(default)s)")
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (%(default)s)")
-    parser.add_argument("--report", action="store_true", help="write the page's table and figure; run nothing")
-    arguments = parser.parse_args()
+    arguments = study_arguments(__doc__, SETTINGS)
     if arguments.report:
         runs = load(["base", *SETTINGS], RESULTS)
         write_table(PAGE, RESULTS, table(runs))

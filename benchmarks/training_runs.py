@@ -5,6 +5,7 @@ A finished run is one line of the study's file and is not run again; a run that 
 it again. The tables in ``docs/`` are made from the file: ``write_table``.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -76,6 +77,16 @@ class Study:
     def inside(self, setting: str, program: Sequence[str]) -> list[str]:
         """Arguments to Python that run ``program`` the way the setting runs its own."""
         return [*self.settings[setting].get(THROUGH, []), *program]
+
+
+def study_arguments(description: str | None, settings: Iterable[str]) -> argparse.Namespace:
+    """The command line of a study: ``only``, ``seeds``, ``jobs`` and ``report``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(settings), help="settings (%(default)s)")
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (%(default)s)")
+    parser.add_argument("--report", action="store_true", help="write the page's table and figure; run nothing")
+    return parser.parse_args()
 
 
 def names(program: Sequence[str]) -> list[str]:
