@@ -142,7 +142,7 @@ class LossMetrics:
         return float(self.sums[self.names.index("loss")])
 
     def compute(self) -> dict[str, float]:
-        """``actor/...`` metrics as floats, with one device-to-host transfer.
+        """``actor/...`` metrics, and ``perf/left_out_fraction``, as floats, with one device-to-host transfer.
 
         ``pg_loss`` is the policy loss over its denominator; ``kept_fraction`` the share of kept elements (all other
         means run over all elements, a rejected one counting as ratio 1); ``ppo_kl`` the mean of ``log pi_old - log
@@ -165,7 +165,7 @@ class LossMetrics:
         left_out = {}
         if "idle" in total:
             everything = max(total["elements"] + total["idle"], 1.0)
-            left_out = {"actor/left_out_fraction": (total["rejected"] + total["idle"]) / everything}
+            left_out = {"perf/left_out_fraction": (total["rejected"] + total["idle"]) / everything}
         norms = {f"actor/{n}": math.sqrt(total[n] / at_least_one) for n in VELOCITY_NORMS if n in total}
         return {
             "actor/pg_loss": total["loss"] / denominator,

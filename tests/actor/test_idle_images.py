@@ -81,8 +81,8 @@ def test_advantages_of_zero(rig, objective, correction, epochs):
     assert_learns_the_same(found, expected)
     assert (found.rows, expected.rows) == (2 * WINDOW * epochs, IMAGES * WINDOW * epochs)
     assert found.metrics["actor/pg_loss"] == pytest.approx(expected.metrics["actor/pg_loss"], rel=1e-5, abs=1e-9)
-    assert found.metrics["actor/left_out_fraction"] == 0.5
-    assert expected.metrics["actor/left_out_fraction"] == 0
+    assert found.metrics["perf/left_out_fraction"] == 0.5
+    assert expected.metrics["perf/left_out_fraction"] == 0
 
 
 @pytest.mark.parametrize("normalization", ["all", "kept"])
@@ -96,10 +96,10 @@ def test_rejected_images_count_as_ever(rig, normalization):
     assert_learns_the_same(found, expected)
     assert (found.rows, expected.rows) == (2 * WINDOW, IMAGES * WINDOW)
     for name, value in expected.metrics.items():
-        if name != "actor/left_out_fraction":
+        if name != "perf/left_out_fraction":
             assert found.metrics[name] == pytest.approx(value, rel=2e-4, abs=1e-7), name
     assert found.metrics["actor/kept_fraction"] == 0.5
-    assert found.metrics["actor/left_out_fraction"] == 0.5
+    assert found.metrics["perf/left_out_fraction"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_rejected_images_count_as_ever(rig, normalization):
 def test_advantages_of_zero_that_matter(rig, settings):
     """A KL moves the image all the same; a mean over kept steps and normalised weights depend on it."""
     found = learn(rig, config(**settings), TWO_ZEROS)
-    assert found.metrics["actor/left_out_fraction"] == 0
+    assert found.metrics["perf/left_out_fraction"] == 0
     assert found.rows >= IMAGES * WINDOW
 
 
@@ -127,7 +127,7 @@ def test_a_mini_batch_without_any_advantage_takes_its_step(rig):
     assert len(found.gradients) == 1
     assert not found.gradients[0].any()
     assert torch.equal(found.added, expected.added)
-    assert found.metrics["actor/left_out_fraction"] == 0.75
+    assert found.metrics["perf/left_out_fraction"] == 0.75
 
 
 def test_the_share_of_rejected_images_is_that_of_images_with_an_advantage(rig):
@@ -135,7 +135,7 @@ def test_the_share_of_rejected_images_is_that_of_images_with_an_advantage(rig):
     settings = config(correction=DECOUPLED)
     found = learn(rig, settings, [1.0, 0.0, 1.0, 0.0], scored=True)
     assert found.metrics["actor/kept_fraction"] == 0.5
-    assert found.metrics["actor/left_out_fraction"] == 0.75
+    assert found.metrics["perf/left_out_fraction"] == 0.75
     assert found.rows == WINDOW
 
 
@@ -159,7 +159,7 @@ def test_left_out_elements_by_hand():
     assert counted["actor/kept_fraction"] == pytest.approx(4 / 6)
     assert counted["actor/ratio_mean"] == pytest.approx(6.1 / 6)
     assert counted["actor/pg_clipfrac"] == pytest.approx(2 / 6)
-    assert counted["actor/left_out_fraction"] == pytest.approx(5 / 9)
+    assert counted["perf/left_out_fraction"] == pytest.approx(5 / 9)
     kept = computed.with_left_out(2, 0, counts_rejected=False).compute()
     assert kept["actor/pg_loss"] == pytest.approx(3 / 4)
     above = LossMetrics(names, sums, torch.tensor([-1.1, 1.2], dtype=torch.float64))
@@ -182,7 +182,7 @@ def gradient_of(rig, images):
     )
     metrics = rig.actor.update(batch, rig.cond, [MiniBatch(images)]).metrics
     flat = torch.cat([p.grad.flatten() for p in adapter_parameters(rig.actor.transformer).values()])
-    return flat, sum(rows), metrics["actor/left_out_fraction"], metrics["actor/pg_loss"]
+    return flat, sum(rows), metrics["perf/left_out_fraction"], metrics["actor/pg_loss"]
 
 
 @pytest.mark.process

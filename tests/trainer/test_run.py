@@ -163,15 +163,11 @@ def test_a_run_on_clean_images(small_config, name):
 @pytest.mark.parametrize("kind", ["bypass", "decoupled", "awm", "dpo"])
 def test_two_processes_give_the_update_of_one(small_config, tmp_path, kind):
     """The same images, the same optimizer steps, dealt out over two gloo processes."""
-    settings = ("trainer.resume_mode=disable", "actor_rollout_ref.rollout.dtype=float32")
+    settings = ("trainer.resume_mode=disable", *LATE)
     if kind in ("awm", "dpo"):
         settings += ("algorithm.rollout_correction=null", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={kind}")
-    elif (
-        kind == "decoupled"
-    ):  # the second batch is drawn with a late adapter, so that rejection has something to reject
-        band = "algorithm.rollout_correction.rollout_rs_threshold='0.999_1.0005'"
-        lag = "actor_rollout_ref.rollout.adapter_lag=1"
-        settings += ("algorithm.rollout_correction.bypass_mode=false", *REJECTING, band, f"{BASELINE}=true", lag)
+    elif kind == "decoupled":
+        settings += ("algorithm.rollout_correction.bypass_mode=false", *REJECTING_LATE, f"{BASELINE}=true")
     trainer = FlowGRPOTrainer(small_config(*settings, folder="one"))
     start = {file_name(n): v.clone() for n, v in adapter_state(trainer.run.actor.transformer).items()}
     one = trainer.fit().root
@@ -266,6 +262,16 @@ def test_a_tracker_that_takes_no_pictures_does_not_end_the_run(small_config, mon
     assert [row["step"] for row in rows_of(folder)] == [0, 1, 2]
 
 
+REJECTING = (
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold='0.9998_1.0003'",
+    "algorithm.rollout_correction.rejection_normalization=kept",
+)
+LATE = ("actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.rollout.adapter_lag=1")
+"""A gap in the second batch whose images show an update's rounding no larger than it is."""
+REJECTING_LATE = (REJECTING[0], "algorithm.rollout_correction.rollout_rs_threshold='0.999_1.0005'", REJECTING[2])
+
+
 def decoupled_runs(small_config, *overrides):
     """Rows, score calls and adapter of one decoupled run with ``score=auto`` and ``score=always``; how both started."""
     results = {}
@@ -273,6 +279,7 @@ def decoupled_runs(small_config, *overrides):
         config = small_config(
             "algorithm.rollout_correction.bypass_mode=false",
             f"actor_rollout_ref.actor.score={score}",
+            *LATE,
             NO_PROBE,
             *overrides,
             folder=f"{score}{len(overrides)}",
@@ -286,21 +293,14 @@ def decoupled_runs(small_config, *overrides):
     return results
 
 
-REJECTING = (
-    "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
-    "algorithm.rollout_correction.rollout_rs_threshold='0.9998_1.0003'",
-    "algorithm.rollout_correction.rejection_normalization=kept",
-)
-
-
 @pytest.mark.parametrize(
     ("settings", "scored"),
     [
         # 2 steps of 16 images; two mini-batches of 8: the first is free
-        (("actor_rollout_ref.actor.ppo_epochs=2", *REJECTING), {"auto": 16, "always": 32}),
+        (("actor_rollout_ref.actor.ppo_epochs=2", *REJECTING_LATE), {"auto": 16, "always": 32}),
         (("actor_rollout_ref.actor.diffusion_loss.loss_mode=grpo_guard",), {"auto": 16, "always": 32}),
         # one optimizer step a batch: decoupled costs no pass at all
-        (("actor_rollout_ref.actor.ppo_mini_batch_size=4", *REJECTING), {"auto": 0, "always": 32}),
+        (("actor_rollout_ref.actor.ppo_mini_batch_size=4", *REJECTING_LATE), {"auto": 0, "always": 32}),
         # batch normalisation needs every row first
         (("algorithm.rollout_correction.rollout_is_batch_normalize=true",), {"auto": 32, "always": 32}),
     ],
