@@ -110,13 +110,15 @@ def report(found: Sequence[Any], best: Any, images: int) -> str:
             f"{one.forwards:8.2f} {one.seconds:8.3f} {one.reward:8.3f} {shift:>8} {interval:>18} {one.spread:7.3f} "
             f"{gap:>8}  {names}"
         )
-        lines += [f"{'':8} not shown safe: {objection}" for objection in one.objections]
+        lines += [f"{'':8} not taken: {objection}" for objection in one.objections]
     pasted = " ".join(best.settings)
     if best is found[0]:
         says = "Nothing cheaper is shown safe: keep the full sampler, or give a larger --budget"
         return "\n".join([*lines, "", says, pasted])
-    share = 1 - best.forwards / found[0].forwards
-    return "\n".join([*lines, "", f"Cheapest that is shown safe, {share:.0%} fewer forwards:", pasted])
+    saved = f"{1 - best.forwards / found[0].forwards:.0%} fewer forwards"
+    if best.cached:
+        saved += f", {1 - best.seconds / found[0].seconds:.0%} less time"
+    return "\n".join([*lines, "", f"Cheapest that is shown safe, {saved}:", pasted])
 
 
 def _measured(path: Path) -> Any:

@@ -20,6 +20,7 @@ from flowgrpo_rc.models.base import Conditioning
 from flowgrpo_rc.rewards.scoring import PartialScoring
 from flowgrpo_rc.rollout import RolloutRequest
 from flowgrpo_rc.rollout.base import rows_of
+from flowgrpo_rc.rollout.cache import CacheConfig
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.seeds import PROBE, START, seed_for
 from flowgrpo_rc.rollout.tail import TailConfig
@@ -37,6 +38,8 @@ LEAST_SPREAD = 0.5
 """Least spread of rewards within a prompt, as a share of the full sampler's: advantages are made of it."""
 RESCORED = 8
 """Images whose log-probs the actor scores again."""
+NO_CACHE = {"cache.name": None, "cache.options": None, "cache.in_window": False}
+"""Settings that undo a configured cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,12 @@ class Tried:
     gap: float | None
     """Mean ``|log pi_actor - log pi_engine|`` of steps of the window; ``None`` without a window."""
     objections: tuple[str, ...] = ()
-    """Why it is not shown safe; empty if it is."""
+    """Why it is not taken; empty if it is shown safe."""
+
+    @property
+    def cached(self) -> bool:
+        """It has the configured cache."""
+        return self.overrides.get("cache.name") is not None
 
     @property
     def settings(self) -> list[str]:
@@ -69,7 +77,15 @@ class Tried:
 
 
 def samplers(rollout: RolloutConfig, *, clean: bool) -> Iterator[dict[str, Any]]:
-    """Settings to try, the full sampler first, below ``actor_rollout_ref.rollout``. No two take the same steps."""
+    """Settings to try, the full sampler first, below ``actor_rollout_ref.rollout``: no two take the same steps, but for
+    the configured cache, with which each is tried again."""
+    caches = [{}] if rollout.cache.name is None else [NO_CACHE, {"cache.name": rollout.cache.name}]
+    for taken in _steps_taken(rollout, clean=clean):
+        for cache in caches:
+            yield taken | cache
+
+
+def _steps_taken(rollout: RolloutConfig, *, clean: bool) -> Iterator[dict[str, Any]]:
     steps = rollout.pipeline.num_inference_steps
     left = steps if clean else steps - min(rollout.window_places) - rollout.window.size
     for shared in (False,) if clean else (False, True):
@@ -94,6 +110,7 @@ def with_settings(rollout: RolloutConfig, overrides: Mapping[str, Any]) -> Rollo
     """The section with a sampler of ``samplers``, in the place of its own."""
     return replace(
         rollout,
+        cache=rollout.cache if overrides.get("cache.name") else CacheConfig(),
         tail=TailConfig(steps=overrides["tail.steps"], solver=overrides["tail.solver"]),
         algo=replace(rollout.algo, init_same_noise=overrides["algo.init_same_noise"]),
     )
@@ -130,21 +147,28 @@ def tune(trainer: FlowGRPOTrainer, groups: int) -> list[Tried]:
             gap = float((scored - some["rollout_log_probs"]).abs().mean())
         forwards = sum(rollout.forwards_per_image(clean=clean))
         figures = {"overrides": overrides, "forwards": forwards, "seconds": seconds, "gap": gap}
-        found.append(judged(figures, rewards, full, len(prompts)))
+        # The sampler before is the same one without the cache.
+        without = found[-1].seconds if overrides.get("cache.name") else None
+        found.append(judged(figures, rewards, full, len(prompts), without))
     return found
 
 
 def cheapest(found: Sequence[Tried]) -> Tried:
-    """The sampler with the fewest forwards of those that are shown safe; of equals the one with the higher reward."""
-    return min((one for one in found if not one.objections), key=lambda one: (one.forwards, -one.reward))
+    """The sampler with the fewest forwards of those that are shown safe; of equals one with a cache, then the one with
+    the highest reward."""
+    safe = [one for one in found if not one.objections]
+    return min(safe, key=lambda one: (one.forwards, not one.cached, -one.reward))
 
 
-def judged(figures: dict[str, Any], rewards: torch.Tensor, full: torch.Tensor, distinct: int) -> Tried:
+def judged(
+    figures: dict[str, Any], rewards: torch.Tensor, full: torch.Tensor, distinct: int, without: float | None = None
+) -> Tried:
     """A sampler with its rewards ``(groups, n)`` beside the full sampler's, and what speaks against it.
 
     Args:
         figures: the other fields of ``Tried``.
         distinct: prompts, after which they repeat.
+        without: seconds an image of the same sampler without its cache; ``None`` without a cache.
     """
     spread, spread_of_full = (float(one.var(1).mean().sqrt()) for one in (rewards, full))
     figures = figures | {"reward": float(rewards.mean()), "spread": spread}
@@ -155,6 +179,8 @@ def judged(figures: dict[str, Any], rewards: torch.Tensor, full: torch.Tensor, d
     interval = mean_interval(difference, prompts)
     objections = []
     least = -TOLERANCE * float(full.std())
+    if without is not None and figures["seconds"] >= without:
+        objections.append("the cache saved no time")
     if not interval.low >= least:
         objections.append(f"the reward may fall by {-interval.low:.3g}, and {-least:.3g} is accepted")
     if spread_of_full == 0:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.cli.tune import prompts_of_budget, report
+from flowgrpo_rc.rollout.cache import CacheConfig
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.section import convert
 from flowgrpo_rc.trainer.tune import cheapest, judged, samplers, with_settings
@@ -37,6 +39,40 @@ def test_what_is_tried():
     assert list(samplers(short, clean=False)) == [FULL_SAMPLER, FULL_SAMPLER | SAME]
 
 
+CACHE = {"cache.name": "taylorseer"}
+NO_CACHE = {"cache.name": None, "cache.options": None, "cache.in_window": False}
+
+
+def test_a_configured_cache_is_tried_with_every_sampler():
+    configured = replace(rollout(steps=5, sde_window_range=[2, 5]), cache=CacheConfig(**NAMED))
+    found = list(samplers(configured, clean=False))
+    assert found == [FULL_SAMPLER | steps | one for steps in ({}, SAME) for one in (NO_CACHE, CACHE)]
+    assert [with_settings(configured, one).cache.name for one in found] == [None, "taylorseer"] * 2
+    assert with_settings(configured, found[1]).cache == configured.cache
+
+
+NAMED = {"name": "taylorseer", "options": {"cache_interval": 2}, "in_window": True}
+
+
+def test_settings_that_undo_a_cache():
+    text = tried(FULL, NO_CACHE).settings
+    named = ["actor_rollout_ref.rollout.cache={name: taylorseer, options: {cache_interval: 2}, in_window: true}"]
+    assert compose("tiny_qwen_image_ocr", named).actor_rollout_ref.rollout.cache == CacheConfig(**NAMED)
+    assert compose("tiny_qwen_image_ocr", [*named, *text]).actor_rollout_ref.rollout.cache == CacheConfig()
+
+
+def test_a_cache_has_to_save_time():
+    full = tried(FULL, NO_CACHE, forwards=6.0)
+    slow, fast = (tried(FULL.clone(), CACHE, forwards=6.0, without=seconds) for seconds in (0.1, 0.125))
+    assert slow.objections == ("the cache saved no time",)
+    assert cheapest([full, slow]) is full
+    assert cheapest([full, fast]) is fast
+    dear = replace(full, seconds=0.125)
+    assert "0% fewer forwards, 20% less time" in report([dear, fast], fast, 6)
+    # A forward less counts more: no cache's time is compared with another sampler's.
+    assert cheapest([full, fast, tried(FULL.clone(), SAME | NO_CACHE, forwards=5.0)]).forwards == 5
+
+
 def test_a_sampler_takes_the_place_of_the_configured_one():
     configured = compose(
         "tiny_qwen_image_ocr", ["actor_rollout_ref.rollout.tail.steps=1", "actor_rollout_ref.rollout.tail.solver=heun"]
@@ -51,9 +87,9 @@ def test_a_sampler_takes_the_place_of_the_configured_one():
 FULL = torch.tensor([[0.0, 1.0], [0.2, 0.8], [0.4, 0.6]], dtype=torch.float64)
 
 
-def tried(rewards, overrides=HALF, forwards=4.0, full=FULL, distinct=3):
+def tried(rewards, overrides=HALF, forwards=4.0, full=FULL, distinct=3, without=None):
     figures = {"overrides": FULL_SAMPLER | overrides, "forwards": forwards, "seconds": 0.1, "gap": None}
-    return judged(figures, rewards, full, distinct)
+    return judged(figures, rewards, full, distinct, without)
 
 
 def test_figures_by_hand():
@@ -96,7 +132,7 @@ def test_the_cheapest_that_is_safe():
     # Every setting is told, since the configuration may have another.
     assert text.splitlines()[-1] == f"{here}.algo.init_same_noise=false {here}.tail.steps=0.5 {here}.tail.solver=euler"
     assert "17% fewer forwards" in text
-    assert "not shown safe: the reward may fall by 0.5" in text
+    assert "not taken: the reward may fall by 0.5" in text
     assert safe.settings[:2] == [f"{here}.algo.init_same_noise=true", f"{here}.tail.steps=null"]
     alone = report([full, wrong], cheapest([full, wrong]), 6)
     assert "Nothing cheaper is shown safe: keep the full sampler, or give a larger --budget" in alone
@@ -114,17 +150,23 @@ def test_budgets():
 @pytest.mark.run
 @pytest.mark.parametrize("objective", ["flow_grpo", "awm"])
 def test_the_command(tmp_path, capsys, objective):
-    """Its overrides are accepted by a configuration; forwards fall from line to line of a kind."""
+    """Its overrides are accepted by a configuration, also beside a cache; forwards are those of the shortest tail."""
     mode = [f"actor_rollout_ref.actor.diffusion_loss.loss_mode={objective}"]
     if objective == "awm":
-        mode.append("algorithm.rollout_correction=null")
+        mode += ["algorithm.rollout_correction=null", "actor_rollout_ref.rollout.cache.name=taylorseer"]
+        mode.append("actor_rollout_ref.rollout.cache.options={cache_interval: 2, disable_cache_before_step: 1}")
     out = tmp_path / "out"
-    command = ["tune", "--config-name", "tiny_qwen_image_ocr", "--budget", "156", "--out", str(out)]
+    command = ["tune", "--config-name", "tiny_qwen_image_ocr", "--budget", "204", "--out", str(out)]
     assert main([*command, *mode, "reward.ocr.num_threads=1"]) == 0
     result = json.loads((out / "tune.json").read_text())
     forwards = [one["forwards"] for one in result["tried"]]
     assert forwards[0] == 6
     assert min(forwards) == pytest.approx(2.0 if objective == "awm" else 2 / 12 + 2)
+    caches = [one["overrides"].get("cache.name") for one in result["tried"]]
+    assert caches == ([None, "taylorseer"] * 4 if objective == "awm" else [None] * 6)
+    if objective == "awm":
+        # Of six steps it computes every second one, so that rewards differ.
+        assert result["tried"][1]["shift"] != 0
     for one in result["tried"]:
         assert 0 <= one["reward"] <= 1
         assert one["low"] <= one["shift"] <= one["high"]
