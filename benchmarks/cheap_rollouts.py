@@ -4,13 +4,15 @@
     python benchmarks/cheap_rollouts.py --report    # writes table and figure of docs/cheap_rollouts.md; runs nothing
 
 ``full`` is the demo in bypass mode. ``shared`` starts the images of a prompt from one noise, ``tail`` takes half of the
-steps after the window, ``both`` does both. ``awm...`` learn from clean images with the settings of
+steps after the window, ``both`` does both. ``cache`` computes attention and feed-forward of every second step before
+and after the window, and extrapolates them between. ``awm...`` learn from clean images with the settings of
 ``clean_objectives.py``; there the tail is the whole rollout. Validation draws with the full sampler in every run. Each
 final adapter then draws the held-out numbers as in ``clean_objectives.py``. Resumable, as ``training_runs.py`` says.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +29,10 @@ PLOT = HERE.parent / "docs" / "images" / "cheap_rollouts.png"
 
 SHARED: Overrides = {f"{ROLLOUT}.algo.init_same_noise": True}
 TAIL: Overrides = {f"{ROLLOUT}.tail.steps": 0.5}
+CACHE: Overrides = {
+    f"{ROLLOUT}.cache.name": "taylorseer",
+    f"{ROLLOUT}.cache.options": {"cache_interval": 2, "disable_cache_before_step": 1},
+}
 FULL: Overrides = {f"{RC}.bypass_mode": True}
 SETTINGS: dict[str, Overrides] = {
     "full": FULL,
@@ -34,6 +40,7 @@ SETTINGS: dict[str, Overrides] = {
     "tail": FULL | TAIL,
     "both": FULL | SHARED | TAIL,
     "awm": objective("awm"),
+    "cache": FULL | CACHE,
     "awm_tail": objective("awm") | TAIL,
     "awm_dpm": objective("awm") | TAIL | {f"{ROLLOUT}.tail.solver": "dpm++2m"},
 }
@@ -54,9 +61,13 @@ MEASURED = ("reward/mean", "reward/std", "images/diversity", "val/images/diversi
 def after_training(folder: Path) -> dict[str, Any]:
     """Readings of the final adapter's images, and means of the last batches."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    last = [row for row in rows if row["step"] > STEPS - LAST]
-    means = {name: fmean(row[name] for row in last if name in row) for name in MEASURED}
-    return {"drawn": second_ocr(folder / "lora", held_out_numbers() * EACH), "last": means}
+    return {"drawn": second_ocr(folder / "lora", held_out_numbers() * EACH), "last": last_means(rows, STEPS)}
+
+
+def last_means(rows: Sequence[dict[str, float]], steps: int) -> dict[str, float]:
+    """Means over the last batches of a run of this many."""
+    last = [row for row in rows if row["step"] > steps - LAST]
+    return {name: fmean(row[name] for row in last if name in row) for name in MEASURED}
 
 
 @cache

@@ -18,21 +18,32 @@ from typing import Any
 HELD_OUT = Path(__file__).resolve().parent.parent / "assets" / "tiny_ocr" / "test.txt"
 
 
-def second_ocr(lora: Path | None, targets: Sequence[str]) -> dict[str, Any]:
-    """Draw one image of each of ``targets`` and let both engines read it."""
+DEMO = "asset:tiny_qwen_image"
+
+
+def second_ocr(
+    lora: Path | None, targets: Sequence[str], path: str = DEMO, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Draw one image of each of ``targets`` and let both engines read it.
+
+    Args:
+        path: the model.
+        options: arguments of its pipeline, besides prompts, sizes and noise; by default those of the demo's.
+    """
     import torch
 
     from flowgrpo_rc.models import load_model
 
-    pipe = load_model("asset:tiny_qwen_image").pipe
+    pipe = load_model(path).pipe
     if lora is not None:
         pipe.load_lora_weights(str(lora))
     pipe.set_progress_bar_config(disable=True)
+    options = {"true_cfg_scale": 1.0} if options is None else options
     images = []
     for start in range(0, len(targets), 50):
         prompts = [f'the text "{t}"' for t in targets[start : start + 50]]
         noise = [torch.Generator().manual_seed(10_000 + start + i) for i in range(len(prompts))]
-        images += pipe(prompts, height=32, width=32, num_inference_steps=6, true_cfg_scale=1.0, generator=noise).images
+        images += pipe(prompts, height=32, width=32, num_inference_steps=6, generator=noise, **options).images
     return read_by_both(images, targets)
 
 

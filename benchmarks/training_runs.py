@@ -97,6 +97,8 @@ def names(program: Sequence[str]) -> list[str]:
 def _hydra(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_hydra(one)}" for key, one in value.items()) + "}"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

@@ -1,0 +1,107 @@
+"""Rollouts with fewer transformer forwards on other models than the demo's: the tiny Stable Diffusion 3 and editing.
+
+    python benchmarks/tiny_sd3.py                                       # once: the model
+    python benchmarks/cheap_rollouts_models.py --jobs 2 --seeds 1,2,3   # runs what is missing, then prints a table
+    python benchmarks/cheap_rollouts_models.py --report    # writes the table of docs/cheap_rollouts.md; runs nothing
+
+Settings are those of ``cheap_rollouts.py``. ``edit_...`` has rewards, batches and optimizer of the example script
+``run_tiny_kontext_edit.sh``, and steps and window of the demo: the script's own window begins at the first step, where
+one starting noise saves nothing. Validation draws with the full sampler in every run. Resumable, as
+``training_runs.py`` says.
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from cheap_rollouts import FULL, PAGE, SHARED, TAIL, drawing, last_means
+from learning import COMMON, ROLLOUT
+from sd3_ground import MODEL
+from second_ocr import held_out_numbers, second_ocr
+from tiny_sd3 import FOLDER, NO_T5_TOKENS
+from training_runs import HERE, Overrides, Study, load, run_missing, study_arguments, write_table
+
+RESULTS = HERE / "results" / "cheap_rollouts_models.jsonl"
+STEPS = 60
+EACH = 12
+"""Images of every held-out number that both OCR engines read."""
+
+ACTOR = "actor_rollout_ref.actor"
+STYLE = "reward.reward_functions.same_style"
+EDIT: Overrides = {
+    "data.train_files": "asset:tiny_edit/train.jsonl",
+    "data.val_files": "asset:tiny_edit/test.jsonl",
+    "actor_rollout_ref.model.path": "asset:tiny_kontext",
+    f"{ACTOR}.optim.lr": 2e-3,
+    f"{ACTOR}.optim.lr_warmup_steps": 10,
+    f"{ACTOR}.ppo_mini_batch_size": 8,
+    f"{ROLLOUT}.pipeline.reference_area": 1024,
+    f"{ROLLOUT}.pipeline.max_sequence_length": 16,
+    "reward.functions.ocr": 1.0,
+    f"{STYLE}.path": "examples/tiny_kontext/style_reward.py",
+    f"{STYLE}.name": "same_style",
+    f"{STYLE}.weight": 1.0,
+}
+MODELS = {"sd3": MODEL, "edit": EDIT}
+SAMPLERS = {"full": FULL, "shared": FULL | SHARED, "tail": FULL | TAIL, "both": FULL | SHARED | TAIL}
+SETTINGS = {f"{model}_{name}": own | sampler for model, own in MODELS.items() for name, sampler in SAMPLERS.items()}
+PARTS = ("ocr", "same_style")
+
+
+def after_training(folder: Path) -> dict[str, Any]:
+    """Held-out rewards by part, means of the last batches, and for Stable Diffusion 3 readings of the final images."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    parts = {
+        part: {row["step"]: row[f"val/reward/{part}"] for row in rows if f"val/reward/{part}" in row} for part in PARTS
+    }
+    found = {"parts": {part: curve for part, curve in parts.items() if curve}, "last": last_means(rows, STEPS)}
+    if found["parts"].keys() == {"ocr"}:
+        options = {"guidance_scale": 1.0, "max_sequence_length": NO_T5_TOKENS}
+        found["drawn"] = second_ocr(folder / "lora", held_out_numbers() * EACH, str(FOLDER), options)
+    return found
+
+
+def study() -> Study:
+    return Study(SETTINGS, COMMON | {"trainer.test_freq": 10}, RESULTS, STEPS, after_training)
+
+
+def main() -> int:
+    arguments = study_arguments(__doc__, SETTINGS)
+    if arguments.report:
+        write_table(PAGE, RESULTS, table(load(SETTINGS, RESULTS)))
+        return 0
+    failed = run_missing(study(), arguments.only, arguments.seeds, arguments.jobs)
+    print(table(load(SETTINGS, RESULTS)))
+    return 1 if failed else 0
+
+
+HEADER = (
+    f"| setting | forwards that draw an image | OCR, held out, after 0, 30, {STEPS} batches, by seed "
+    "| style, at the end | training reward at the end | diversity, training / held out | tesseract |"
+    "\n|---|---|---|---|---|---|---|"
+)
+
+
+def table(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """A row for each setting."""
+    lines = [HEADER]
+    for setting, group in runs.items():
+        _, sampler = setting.split("_")
+        curves = [[run["parts"]["ocr"][str(step)] for step in (0, 30, STEPS)] for run in group]
+        ocr = "; ".join(" ".join(f"{value:.2f}".lstrip("0") for value in curve) for curve in curves)
+        styles = [run["parts"]["same_style"][str(STEPS)] for run in group if "same_style" in run["parts"]]
+        style = " ".join(f"{value:.2f}".lstrip("0") for value in styles) or "–"
+        last = {name: fmean(run["last"][name] for run in group) for name in group[0]["last"]}
+        read = [run["drawn"]["tesseract_exact"] for run in group if "drawn" in run]
+        lines.append(
+            f"| `{setting}` | {drawing(sampler):.2f} | {ocr} | {style} "
+            f"| {last['reward/mean']:.2f} | {last['images/diversity']:.3f} / {last['val/images/diversity']:.3f} "
+            f"| {f'{fmean(read):.2f}' if read else '–'} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
