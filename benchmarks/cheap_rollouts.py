@@ -21,7 +21,7 @@ from typing import Any
 from clean_objectives import EACH, STEPS, batches_to, objective
 from learning import COMMON, RC, ROLLOUT, plot_curves
 from second_ocr import held_out_numbers, second_ocr
-from training_runs import CONFIG, HERE, Overrides, Study, load, run_missing, study_arguments, write_table
+from training_runs import CONFIG, HERE, Overrides, Study, by_seed, load, run_missing, study_arguments, write_table
 
 RESULTS = HERE / "results" / "cheap_rollouts.jsonl"
 PAGE = HERE.parent / "docs" / "cheap_rollouts.md"
@@ -112,8 +112,7 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     """A row for each setting."""
     lines = [HEADER]
     for setting, group in runs.items():
-        curves = [[run["held_out"][step] for step in ("30", "60", "150")] for run in group]
-        held_out = "; ".join(" ".join(f"{value:.2f}".lstrip("0") for value in curve) for curve in curves)
+        held_out = by_seed([run["held_out"][step] for step in ("30", "60", "150")] for run in group)
         reached = [batches_to(run, 0.85) for run in group]
         shown = ", ".join("never" if number is None else f"{number:.0f}" for number in reached)
         whole = [number for number in reached if number is not None]

@@ -26,6 +26,7 @@ from training_runs import (
     HERE,
     Overrides,
     Study,
+    by_seed,
     load,
     read_results,
     run_missing,
@@ -151,11 +152,7 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     lines = [HEADER]
     for setting, group in runs.items():
         trained = [run for run in group if "held_out" in run]
-        cells = [
-            "; ".join(
-                " ".join(f"{run['held_out'][step]:.2f}".lstrip("0") for step in ("30", "60", "150")) for run in trained
-            )
-        ]
+        cells = [by_seed([run["held_out"][step] for step in ("30", "60", "150")] for run in trained)]
         reached = [batches_to(run, 0.85) for run in trained]
         cells.append(", ".join("never" if number is None else f"{number:.0f}" for number in reached))
         whole = [number for number in reached if number is not None]

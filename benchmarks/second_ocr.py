@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HELD_OUT = Path(__file__).resolve().parent.parent / "assets" / "tiny_ocr" / "test.txt"
-
-
 DEMO = "asset:tiny_qwen_image"
+HELD_OUT = Path(__file__).resolve().parent.parent / "assets" / "tiny_ocr" / "test.txt"
 
 
 def second_ocr(

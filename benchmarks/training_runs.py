@@ -274,6 +274,11 @@ def load(settings: Iterable[str], results: Path) -> dict[str, list[dict]]:
     return {setting: sorted(group, key=lambda run: run["seed"]) for setting, group in runs.items() if group}
 
 
+def by_seed(curves: Iterable[Iterable[float]]) -> str:
+    """A curve for each seed, as ``.75 .81; .74 .82``."""
+    return "; ".join(" ".join(f"{value:.2f}".lstrip("0") for value in curve) for curve in curves)
+
+
 TABLE_BEGINS = "<!-- table of {} -->\n"
 TABLE_ENDS = "<!-- end of the table -->"
 """What stands around a generated table in a page; the name is that of the results' file."""

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def test_what_is_tried():
     assert list(samplers(short, clean=False)) == [FULL_SAMPLER, FULL_SAMPLER | SAME]
 
 
-CACHE = {"cache.name": "taylorseer"}
+NAMED = {"name": "taylorseer", "options": {"cache_interval": 2}, "in_window": True}
+CACHE = {"cache.name": NAMED["name"]}
 NO_CACHE = {"cache.name": None, "cache.options": None, "cache.in_window": False}
 
 
@@ -49,9 +51,6 @@ def test_a_configured_cache_is_tried_with_every_sampler():
     assert found == [FULL_SAMPLER | steps | one for steps in ({}, SAME) for one in (NO_CACHE, CACHE)]
     assert [with_settings(configured, one).cache.name for one in found] == [None, "taylorseer"] * 2
     assert with_settings(configured, found[1]).cache == configured.cache
-
-
-NAMED = {"name": "taylorseer", "options": {"cache_interval": 2}, "in_window": True}
 
 
 def test_settings_that_undo_a_cache():
@@ -167,6 +166,10 @@ def test_the_command(tmp_path, capsys, objective):
     if objective == "awm":
         # Of six steps it computes every second one, so that rewards differ.
         assert result["tried"][1]["shift"] != 0
+        for plain, cached in pairwise(result["tried"]):
+            if cached["overrides"]["cache.name"]:
+                idle = cached["seconds"] >= plain["seconds"]
+                assert ("the cache saved no time" in cached["objections"]) is idle
     for one in result["tried"]:
         assert 0 <= one["reward"] <= 1
         assert one["low"] <= one["shift"] <= one["high"]
