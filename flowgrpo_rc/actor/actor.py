@@ -112,7 +112,14 @@ class DiffusionActor:
         self.transformer: Any = model.transformer
         # Counted before the LoRA is attached: the default of gradient checkpointing depends on the frozen size.
         frozen = sum(parameter.numel() for parameter in base_parameters(self.transformer).values())
-        attach_lora(self.transformer, model, lora, dtype=torch_dtype(lora.lora_dtype), device=accelerator.device)
+        attach_lora(
+            self.transformer,
+            model,
+            lora,
+            dtype=torch_dtype(lora.lora_dtype),
+            compute_dtype=torch_dtype(lora.lora_computes_in),
+            device=accelerator.device,
+        )
         use_attention_backend(self.transformer, lora.attn_backend)
         self.recomputes = lora.checkpoints_gradients(frozen)
         """Recompute activations in the backward pass (gradient checkpointing)."""

@@ -14,6 +14,8 @@ from flowgrpo_rc.section import Check, PathOrEmpty, PathText, PositiveInt, Secti
 ALGORITHMS = ("flow_grpo",)
 ALL_LINEAR = "all-linear"
 """The value of ``target_modules`` for every linear layer."""
+AUTO = "auto"
+"""The ``lora_compute_dtype`` that follows ``dtype``."""
 AS_ROLLOUT = "rollout"
 """The ``timestep_dtype`` that follows ``rollout.dtype``."""
 NO_FULL_TRAINING = (
@@ -52,6 +54,9 @@ class ModelConfig(Section):
     families that round them."""
     lora_dtype: Annotated[str, one_of(TRAINED_DTYPES)] = "float32"
     """Precision of the LoRA weights, their gradients and their optimizer's moments."""
+    lora_compute_dtype: Annotated[str, one_of((AUTO, *TRAINED_DTYPES))] = AUTO
+    """Precision of the LoRA's products in the actor. auto: that of the frozen weights, so that an engine in the same
+    precision multiplies the same numbers; the LoRA's weights and their sums stay in ``lora_dtype``."""
     lora_rank: Rank = 16
     """Rank of the LoRA matrices."""
     lora_alpha: PositiveInt = 32
@@ -102,6 +107,11 @@ class ModelConfig(Section):
         # Hydra takes a,b without brackets as text.
         elif "," in names[0]:
             yield f"target_modules: got {targets!r}; several names are a list: [{names[0].replace(' ', '')}]"
+
+    @property
+    def lora_computes_in(self) -> str:
+        """Precision of the LoRA's products in the actor."""
+        return self.dtype if self.lora_compute_dtype == AUTO else self.lora_compute_dtype
 
     def checkpoints_gradients(self, parameters: int) -> bool:
         """A transformer of so many parameters recomputes its activations."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -65,12 +66,14 @@ def attach_lora(
     config: ModelConfig,
     *,
     dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
     device: Any = None,
     adapter: str = ACTOR_ADAPTER,
 ) -> None:
     """Add a trainable LoRA under the name ``adapter`` and make it the active one; others that are there stay. Its
-    weights are in ``dtype`` whatever the base is in, and on ``device``; ``None``: where the base is. The initial values
-    come from torch's global generator: seed it for a reproducible start."""
+    weights are in ``dtype`` whatever the base is in, and on ``device``; ``None``: where the base is. Its products are
+    computed in ``compute_dtype``; ``None``: in ``dtype``. The initial values come from torch's global generator: seed
+    it for a reproducible start."""
     from peft import LoraConfig
 
     # peft's name for Kaiming's is True.
@@ -90,6 +93,24 @@ def attach_lora(
     for parameter in adapter_parameters(transformer, adapter).values():
         # Trained weights may stay in float32 over a bfloat16 base, whose rounding would swallow Adam's steps.
         parameter.data = parameter.data.to(device, dtype)
+    for layer in _adapted_layers(transformer):
+        # peft would convert a layer's input to the weights' dtype, for all of its adapters alike.
+        layer.cast_input_dtype_enabled = False
+        for matrices in (layer.lora_A, layer.lora_B):
+            matrices[adapter] = _LoraMatrix(matrices[adapter].weight, compute_dtype or dtype)
+
+
+class _LoraMatrix(nn.Linear):
+    """A LoRA's matrix that may compute in another dtype than its weights have. Their gradients have the weights' dtype,
+    so that float32 weights keep small steps while engine and actor multiply the same bfloat16 numbers."""
+
+    def __init__(self, weight: nn.Parameter, dtype: torch.dtype) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = weight
+        self._dtype = dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.to(self._dtype), self.weight.to(self._dtype))
 
 
 def target_layers(transformer: nn.Module, model: DiffusionModel, config: ModelConfig) -> list[str]:

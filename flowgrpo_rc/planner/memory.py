@@ -62,10 +62,13 @@ class Measured:
     def __init__(self, run: PlannedRun, *, of_engine: bool = False) -> None:
         self.run = run
         dtype = run.rollout.dtype if of_engine else run.model.dtype
-        lora_dtype = run.rollout.dtype if of_engine else run.model.lora_dtype
+        lora_dtype = dtype if of_engine else run.model.lora_dtype
+        computes_in = dtype if of_engine else run.model.lora_computes_in
         pipeline = FakePipeline(run.model.path, torch_dtype(dtype))
         autocast = run.autocast and not of_engine
-        passes = Passes(pipeline, run.model, lora_dtype, run.rollout, autocast=autocast)
+        passes = Passes(
+            pipeline, run.model, lora_dtype, run.rollout, autocast=autocast, lora_compute_dtype=computes_in
+        )
         self.sizes = passes.sizes
         """Sizes of the pipeline and of the LoRA."""
         self.kinds = passes.kinds
@@ -115,7 +118,10 @@ class MemoryPlan:
 
     def of_run(self, run: PlannedRun) -> "MemoryPlan":
         """The plan of another run of the same model and images; measured again if a precision differs."""
-        if (run.model.dtype, run.rollout.dtype) != (self.run.model.dtype, self.run.rollout.dtype):
+        here, there = (
+            (one.model.dtype, one.model.lora_computes_in, one.rollout.dtype) for one in (self.run, run)
+        )
+        if here != there:
             return MemoryPlan(run)
         plan = copy(self)
         plan.run = run

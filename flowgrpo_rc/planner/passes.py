@@ -130,6 +130,7 @@ class Passes:
         pipeline: its transformer gets the LoRA.
         lora: rank, targets, and the number of calls for guidance.
         lora_dtype: precision of the LoRA's weights.
+        lora_compute_dtype: precision of its products; ``None``: as its weights.
         rollout: image size, prompt length, guidance, and the kind of the stochastic steps.
         autocast: run forwards under bfloat16 autocast.
 
@@ -138,7 +139,14 @@ class Passes:
     """
 
     def __init__(
-        self, pipeline: FakePipeline, lora: ModelConfig, lora_dtype: str, rollout: RolloutConfig, *, autocast: bool
+        self,
+        pipeline: FakePipeline,
+        lora: ModelConfig,
+        lora_dtype: str,
+        rollout: RolloutConfig,
+        *,
+        autocast: bool,
+        lora_compute_dtype: str | None = None,
     ) -> None:
         asked = rollout.pipeline
         pipeline.model.check_request(asked.height, asked.width, asked.guidance_scale, asked.true_cfg_scale)
@@ -161,12 +169,12 @@ class Passes:
             vae=bytes_of(pipeline.vae),
             text_encoders=sum(map(bytes_of, pipeline.text_encoders)),
             parameters=parameters_of(self.transformer),
-            lora_parameters=self._attach(lora, lora_dtype),
+            lora_parameters=self._attach(lora, lora_dtype, lora_compute_dtype or lora_dtype),
         )
         # Rotary embeddings and the like are cached by the first pass, so no measured pass may be the first.
         self._at([min(SHORT, len(kind.blocks)) for kind in self.kinds], partial(self._forward, 1))
 
-    def _attach(self, lora: ModelConfig, dtype: str) -> int:
+    def _attach(self, lora: ModelConfig, dtype: str, compute_dtype: str) -> int:
         """Attach the LoRA to the blocks that run; returns the number of its parameters in all blocks."""
         # Blocks of one shape count as equal, so their LoRAs must be equal too.
         targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules or ()
@@ -181,7 +189,13 @@ class Passes:
             # peft moves modules, which fake tensors refuse and tensors on the meta device allow.
             replace_tensors(self.transformer, lambda tensor: torch.empty_like(tensor, device="meta"))
             with torch.device("meta"):
-                attach_lora(self.transformer, self._pipeline.model, lora, dtype=torch_dtype(dtype))
+                attach_lora(
+                    self.transformer,
+                    self._pipeline.model,
+                    lora,
+                    dtype=torch_dtype(dtype),
+                    compute_dtype=torch_dtype(compute_dtype),
+                )
             with self._pipeline.fake:
                 replace_tensors(self.transformer, lambda tensor: torch.empty_like(tensor, device="cpu"))
             attached = _lora_parameters(self.transformer)

@@ -73,7 +73,8 @@ def _heading(plan: MemoryPlan) -> list[str]:
     recompute = "recomputed (gradient checkpointing)" if plan.recomputes(run) else "kept"
     return [
         f"{run.model.path}: transformer of {plan.sizes.parameters:,} parameters ({kinds}), {run.model.dtype}",
-        f"LoRA of rank {run.model.lora_rank}: {plan.sizes.lora_parameters:,} parameters, {run.model.lora_dtype}",
+        f"LoRA of rank {run.model.lora_rank}: {plan.sizes.lora_parameters:,} parameters, {run.model.lora_dtype}, "
+        f"products in {run.model.lora_computes_in}",
         f"Images of {asked.width}x{asked.height}, "
         f"{run.rollout.forwards_in_words(clean=run.actor.diffusion_loss.objective.clean)}, prompts of up to "
         f"{asked.max_sequence_length} tokens, {'guidance' if asked.true_cfg_scale > 1 else 'no guidance'}; engine "

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from tests_support import rows_of, same
 from tiny_families import PROMPTS, TINY, run_overrides
@@ -12,6 +13,7 @@ from tiny_families.references import asked, pictures
 from tolerances import LATENT, LOG_PROB, guided
 from torch.testing import assert_close
 
+from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, load_model
 from flowgrpo_rc.models.lora import (
     ADAPTER_FILE,
@@ -175,6 +177,37 @@ def test_rescored_log_probs_are_the_recorded_ones_but_for_precision(name, model)
     assert 10 * gaps["float32"] < min(gaps["bfloat16"], gaps["fp8"]), gaps
     assert max(gaps["bfloat16"], gaps["fp8"]) < 1.0, gaps
     assert gaps["bfloat16"] != gaps["fp8"]
+
+
+def test_a_bfloat16_actor_scores_its_engines_steps_bit_for_bit(name, folder):
+    """From float32 LoRA weights, where the actor sees as many rows at once as the engine saw."""
+    family = TINY[name]
+    model = load_model(folder, dtype="bfloat16")
+    differ = {}
+    for computes in ("auto", "float32"):
+        lora = replace(LORA, dtype="bfloat16", lora_compute_dtype=computes)
+        engine = DiffusersEngine(model, lora, dtype=torch.bfloat16, micro_batch_size=3, device="cpu")
+        actor = DiffusionActor(
+            model,
+            DiffusionActorConfig(ppo_micro_batch_size_per_gpu=3),
+            lora,
+            Accelerator(cpu=True),
+            sde_type="sde",
+            noise_level=0.7,
+            total_optimizer_steps=1,
+        )
+        generator = torch.Generator().manual_seed(0)
+        for parameter in adapter_parameters(actor.transformer).values():
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+        engine.sync(adapter_state(actor.transformer), 0)
+        cond = conditioning(name, model, family.guidances[-1], family.sizes[0])
+        request = RolloutRequest(cond, torch.arange(3), 6, SEEDS, torch.tensor([2, 2, 2]), 1, noise_level=0.7)
+        batch = engine.generate(request).batch
+        differ[computes] = actor.score(batch, cond).log_probs - batch["rollout_log_probs"]
+        engine.close()
+        model.transformer.delete_adapters("default")
+    assert differ["auto"].count_nonzero() == 0
+    assert differ["float32"].count_nonzero() > 0
 
 
 NO_CACHE = {"SD3", "ZImage", "Lumina2", "AuraFlow", "Sana"}
