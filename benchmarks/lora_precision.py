@@ -1,0 +1,65 @@
+"""An actor in bfloat16 with its LoRA's products in float32 or in bfloat16: the demo's model and a tiny SD3.
+
+    python benchmarks/tiny_sd3.py                                # once: the second model
+    python benchmarks/lora_precision.py --jobs 2 --seeds 1,2,3   # runs what is missing, then prints a table
+    python benchmarks/lora_precision.py --report                 # writes the table of docs/gap_study.md; runs nothing
+
+Settings, batches and learning rate are the gap study's in bypass mode. The LoRA's weights are float32 in all of them.
+``float32`` has engine and actor in float32, ``engine_bfloat16`` the engine in bfloat16; ``lora_float32`` and
+``lora_bfloat16`` have both in bfloat16, and the LoRA's products as they say. The last part of a name is the clip.
+Resumable, as ``training_runs.py`` says.
+"""
+
+import sys
+from statistics import fmean
+from typing import Any
+
+from gap_study import BYPASS, PAGE
+from learning import COMMON, LOSS, ROLLOUT
+from sd3_ground import MODEL
+from training_runs import HERE, Overrides, Study, load, run_missing, study_arguments, write_table
+
+RESULTS = HERE / "results" / "lora_precision.jsonl"
+STEPS = 60
+ACTOR = "actor_rollout_ref.model"
+BFLOAT16: Overrides = {f"{ROLLOUT}.dtype": "bfloat16", f"{ACTOR}.dtype": "bfloat16"}
+PRECISIONS: dict[str, Overrides] = {
+    "float32": {f"{ROLLOUT}.dtype": "float32"},
+    "engine_bfloat16": {f"{ROLLOUT}.dtype": "bfloat16"},
+    "lora_float32": BFLOAT16 | {f"{ACTOR}.lora_compute_dtype": "float32"},
+    "lora_bfloat16": BFLOAT16,
+}
+SETTINGS: dict[str, Overrides] = {
+    f"{model}_{precision}_{clip}": BYPASS | own | settings | {f"{LOSS}.clip_ratio": float(clip)}
+    for model, own in {"demo": {}, "sd3": MODEL}.items()
+    for clip in ("1e-4", "1e-3")
+    for precision, settings in PRECISIONS.items()
+}
+HEADER = "| setting | gap before an update | outside the clip | held out at the end, by seed | mean |\n|---|---|---|---|---|"
+
+
+def main() -> int:
+    arguments = study_arguments(__doc__, SETTINGS)
+    if arguments.report:
+        write_table(PAGE, RESULTS, table(load(SETTINGS, RESULTS)))
+        return 0
+    failed = run_missing(Study(SETTINGS, COMMON, RESULTS, STEPS), arguments.only, arguments.seeds, arguments.jobs)
+    print(table(load(SETTINGS, RESULTS)))
+    return 1 if failed else 0
+
+
+def table(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """A row for each setting."""
+    lines = [HEADER]
+    for setting, group in runs.items():
+        ends = [run["final_held_out"] for run in group]
+        lines.append(
+            f"| `{setting}` | {fmean(run['gap'] for run in group):.1e} "
+            f"| {fmean(run['clip_fraction'] for run in group):.2f} | {', '.join(f'{end:.2f}' for end in ends)} "
+            f"| {fmean(ends):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
