@@ -8,9 +8,10 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 VERL   := $(VENV)/verl
 OMNI   := $(VENV)/verl-omni
+ROUND  := $(VENV)/quantization
 VLLM   := .venv-vllm
 
-.PHONY: demo test test-all lint unit verl verl-omni docs kernels vllm browser gpu install clean
+.PHONY: demo test test-all lint unit verl quantization verl-omni docs kernels vllm browser gpu install clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/flowgrpo_trainer/run_tiny_qwen_image_ocr_lora_rollout_corr.sh
@@ -18,10 +19,11 @@ demo: $(STAMP)
 # Quick: everything that neither trains nor starts a process; lists the tests that take more than two seconds.
 test: lint unit
 
-# The rest: training runs, processes, slow tests, and the drop-in against verl.
+# The rest: training runs, processes, slow tests, the drop-in against verl, and a base in 8 or 4 bits.
 test-all: $(STAMP)
 	$(PYTEST) -m "run or process or slow" $(PYTEST_ARGS)
 	$(MAKE) verl
+	$(MAKE) quantization
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -38,6 +40,15 @@ verl: $(VERL)/.installed
 $(VERL)/.installed: tests/integrations/requirements-verl.txt $(STAMP)
 	rm -rf $(VERL)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VERL) -r tests/integrations/requirements-verl.txt
+	touch $@
+
+# A base in 8 or 4 bits. Its packages lie in a folder of their own: torchao, once installed, slows every start.
+quantization: $(ROUND)/.installed
+	PYTHONPATH=$(ROUND) $(PYTEST) tests/models/test_quantization.py $(PYTEST_ARGS)
+
+$(ROUND)/.installed: constraints.txt $(STAMP)
+	rm -rf $(ROUND)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(ROUND) -c constraints.txt torchao bitsandbytes
 	touch $@
 
 # The drop-in inside verl-omni's own trainer, which is on GitHub alone; no part of `make test`.

@@ -42,6 +42,7 @@ from flowgrpo_rc.models.lora import (
     check_adapter_state,
     load_lora,
 )
+from flowgrpo_rc.models.quantization import numbers_of
 from flowgrpo_rc.sde import Transition, log_prob, transition
 from flowgrpo_rc.transfers import queued_to_host, to_host
 
@@ -111,7 +112,7 @@ class DiffusionActor:
         self._timestep_dtype = timestep_dtype
         self.transformer: Any = model.transformer
         # Counted before the LoRA is attached: the default of gradient checkpointing depends on the frozen size.
-        frozen = sum(parameter.numel() for parameter in base_parameters(self.transformer).values())
+        frozen = sum(numbers_of(parameter) for parameter in base_parameters(self.transformer).values())
         attach_lora(
             self.transformer,
             model,

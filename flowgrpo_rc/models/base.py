@@ -612,7 +612,8 @@ def compute_dtype(transformer: nn.Module) -> torch.dtype:
 
     diffusers' ``dtype`` gives the same, but searches all modules at every call: a twentieth of a tiny model's forward.
     """
-    return next(p.dtype for name, p in transformer.named_parameters() if not keeps_float32(transformer, name))
+    weights = ((name, p) for name, p in transformer.named_parameters() if p.is_floating_point())
+    return next(p.dtype for name, p in weights if not keeps_float32(transformer, name))
 
 
 def keeps_float32(transformer: nn.Module, name: str) -> bool:

@@ -14,6 +14,8 @@ from flowgrpo_rc.section import Check, PathOrEmpty, PathText, PositiveInt, Secti
 ALGORITHMS = ("flow_grpo",)
 ALL_LINEAR = "all-linear"
 """The value of ``target_modules`` for every linear layer."""
+BASE_QUANTIZATIONS = ("int8", "fp8", "nf4")
+"""Values of ``quantization``."""
 AUTO = "auto"
 """The ``lora_compute_dtype`` that follows ``dtype``."""
 AS_ROLLOUT = "rollout"
@@ -47,6 +49,10 @@ class ModelConfig(Section):
     """The RL algorithm; one of ``ALGORITHMS``."""
     dtype: Annotated[str, one_of(DTYPES)] = "float32"
     """Precision of the frozen weights in the actor."""
+    quantization: Annotated[str, one_of(BASE_QUANTIZATIONS)] | None = None
+    """Hold the linear layers of the frozen transformer's blocks in 8 or 4 bits: ``int8`` or ``fp8`` with a scale a row
+    (torchao), ``nf4`` with a scale for 64 weights (bitsandbytes). Layers compute in ``dtype``, which must be bfloat16.
+    The engine ``diffusers`` has the same weights."""
     timestep_dtype: Annotated[str, one_of((AS_ROLLOUT,))] | None = None
     """How the actor rounds the timestep, and a guidance scale that is embedded, before it embeds them. null: as its own
     precision does. ``rollout``: as ``rollout.dtype`` does in the engine, so that both embed the same numbers and this
@@ -90,7 +96,18 @@ class ModelConfig(Section):
     ``rollout.rollout_attn_backend``; where the two differ, the off-policy gap gains their rounding."""
 
     def problems(self) -> Iterator[str]:
-        """Target modules that name no layers."""
+        """Target modules that name no layers; what a quantised base cannot have."""
+        if self.quantization is not None:
+            if self.dtype != "bfloat16":
+                yield (
+                    f"quantization: got {self.quantization} with dtype={self.dtype}; rounded layers compute in "
+                    "bfloat16, so set dtype=bfloat16"
+                )
+            if self.torch_compile:
+                yield (
+                    f"torch_compile: got true with quantization={self.quantization}, whose layers are not compiled; "
+                    "set one of them to its default"
+                )
         targets = self.target_modules
         if targets is None:
             return

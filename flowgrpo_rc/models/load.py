@@ -18,6 +18,7 @@ from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImage
 from flowgrpo_rc.models.digests import processor_digest, stored_network_digest, tokenizer_digest
 from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError, require_path
 from flowgrpo_rc.models.prompts import pad
+from flowgrpo_rc.models.quantization import check_installed, dequantized, finish, loading_options
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.prompt import Prompt, grey_image
@@ -69,15 +70,20 @@ class PipelineLoader:
         path: folder or hub name of the pipeline.
         dtype: of all weights, a name of ``DTYPES``.
         device: device of the networks.
+        quantization: of the transformer, one of ``BASE_QUANTIZATIONS``.
 
     Raises:
         UnsupportedModelError: see ``check_pipeline``; or a configuration describes no such part, the parts do not fit
-            each other, or a tokenizer lacks its vocabulary.
+            each other, or a tokenizer lacks its vocabulary; or the package that quantises is not installed.
     """
 
-    def __init__(self, path: str, *, dtype: str = "float32", device: Any = "cpu") -> None:
+    def __init__(
+        self, path: str, *, dtype: str = "float32", device: Any = "cpu", quantization: str | None = None
+    ) -> None:
         import diffusers
 
+        if quantization is not None:
+            check_installed(quantization)
         self._files = files = pipeline_files(path)
         pipeline_class = getattr(diffusers, files.class_name)
         self._classes = {part.name: _class_of(files, part) for part in files.parts}
@@ -88,6 +94,7 @@ class PipelineLoader:
             raise files.damaged(f"{INDEX} names no {', '.join(missing)}, which a {files.class_name} needs")
         self._dtype = dtype
         self._device = device
+        self._quantization = quantization
         with quiet_loading("diffusers", "transformers"):
             # The pipeline itself reads parts that are not used here, such as an image encoder.
             names = ("tokenizer", "scheduler", PROCESSOR)
@@ -203,7 +210,7 @@ class PipelineLoader:
         # The transformer last: a fault of the VAE shows before its gigabytes are read.
         for part in sorted(parts, key=lambda part: part.name == "transformer"):
             with quiet_loading("diffusers", "transformers"):
-                network = _load_weights(self._files, part, self._classes[part.name], torch_dtype(self._dtype))
+                network = self._load_weights(part)
             network.requires_grad_(False).eval()
             # The check reads every weight, which is quicker on the device.
             network.to("cpu" if shard and part.name == "transformer" else self._device)
@@ -212,6 +219,18 @@ class PipelineLoader:
                 shard(network)
             # Pipelines read some settings of a part when it is registered.
             self._pipe.register_modules(**{part.name: network})
+
+    def _load_weights(self, part: Part) -> Any:
+        options: dict[str, Any] = {}
+        dtype = torch_dtype(self._dtype)
+        quantization = self._quantization if part.name == "transformer" else None
+        if quantization is not None:
+            empty = getattr(self._pipe, part.name)
+            options = loading_options(quantization, empty, torch.device(self._device), dtype)
+        network = _load_weights(self._files, part, self._classes[part.name], dtype, options)
+        if quantization is not None:
+            finish(network)
+        return network
 
     @torch.no_grad()
     def _try_networks(self) -> None:
@@ -251,10 +270,12 @@ class PipelineLoader:
         return found
 
 
-def load_model(path: str, *, dtype: str = "float32", device: Any = "cpu") -> DiffusionModel:
+def load_model(
+    path: str, *, dtype: str = "float32", device: Any = "cpu", quantization: str | None = None
+) -> DiffusionModel:
     """The whole pipeline at ``path``, text encoders too, with all weights in ``dtype`` on ``device``, frozen and in
     evaluation mode. Every weight is read once. Raises as ``PipelineLoader`` and its methods."""
-    loader = PipelineLoader(path, dtype=dtype, device=device)
+    loader = PipelineLoader(path, dtype=dtype, device=device, quantization=quantization)
     loader.read_text_encoders()
     return loader.load()
 
@@ -302,11 +323,11 @@ def _class_of(files: PipelineFiles, part: Part) -> Any:
     return library.PreTrainedTokenizerFast if part.is_processor else found
 
 
-def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any) -> Any:
+def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any, options: dict[str, Any]) -> Any:
     """A network with every weight from its files. The libraries only warn of missing, surplus and misshaped weights,
     and leave missing ones at random values."""
     file, variant = files.weights(part)
-    options = {"variant": variant} if variant else {}
+    options |= {"variant": variant} if variant else {}
     # The two libraries name the same option differently.
     options["dtype" if part.library == "transformers" else "torch_dtype"] = dtype
     with _explaining(files, f"{part.name}/config.json and {Path(file).name} do not give a {part.class_name}"):
@@ -340,9 +361,12 @@ def _check_tokenizer(files: PipelineFiles, name: str, tokenizer: Any) -> None:
 
 def _check_finite(files: PipelineFiles, name: str, network: Any, dtype: str) -> None:
     """Refuse weights that are NaN or infinite, in the file or because they do not fit into ``dtype``."""
-    weights = {key: p for key, p in network.state_dict().items() if p.is_floating_point() and p.numel()}
+    # Of a base in 4 bits diffusers' loader has checked the weights before they were rounded.
+    held = network.state_dict(keep_vars=True)
+    weights = {key: p.detach() for key, p in held.items() if p.is_floating_point() and p.numel()}
     # The largest magnitude is NaN or infinite where a value is; one transfer from the device for all.
-    largest = torch.stack([torch.linalg.vector_norm(p.detach(), float("inf")).float() for p in weights.values()])
+    sizes = [torch.linalg.vector_norm(dequantized(p), float("inf")).float() for p in weights.values()]
+    largest = torch.stack(sizes)
     wrong = [key for key, fine in zip(weights, torch.isfinite(largest).tolist(), strict=True) if not fine]
     if wrong:
         raise files.damaged(f"{name}: {_counted(wrong, 'of its weights hold values that are not finite')} in {dtype}")

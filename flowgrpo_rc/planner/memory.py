@@ -64,11 +64,10 @@ class Measured:
         dtype = run.rollout.dtype if of_engine else run.model.dtype
         lora_dtype = dtype if of_engine else run.model.lora_dtype
         computes_in = dtype if of_engine else run.model.lora_computes_in
-        pipeline = FakePipeline(run.model.path, torch_dtype(dtype))
+        quantization = run.engine_quantization if of_engine else run.model.quantization
+        pipeline = FakePipeline(run.model.path, torch_dtype(dtype), quantization)
         autocast = run.autocast and not of_engine
-        passes = Passes(
-            pipeline, run.model, lora_dtype, run.rollout, autocast=autocast, lora_compute_dtype=computes_in
-        )
+        passes = Passes(pipeline, run.model, lora_dtype, run.rollout, autocast=autocast, lora_compute_dtype=computes_in)
         self.sizes = passes.sizes
         """Sizes of the pipeline and of the LoRA."""
         self.kinds = passes.kinds
@@ -112,16 +111,13 @@ class MemoryPlan:
         self.engine = self.actor
         """Passes of the engine."""
         # The same weights in another precision are another copy, with passes of its own.
-        if run.rollout.dtype != run.model.dtype:
+        if (run.rollout.dtype, run.engine_quantization) != (run.model.dtype, run.model.quantization):
             self.engine = Measured(run, of_engine=True)
         self.sizes = self.actor.sizes
 
     def of_run(self, run: PlannedRun) -> "MemoryPlan":
         """The plan of another run of the same model and images; measured again if a precision differs."""
-        here, there = (
-            (one.model.dtype, one.model.lora_computes_in, one.rollout.dtype) for one in (self.run, run)
-        )
-        if here != there:
+        if self.run.precisions != run.precisions:
             return MemoryPlan(run)
         plan = copy(self)
         plan.run = run

@@ -25,7 +25,7 @@ from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, attach_lora
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.planner.live_bytes import LiveBytes
-from flowgrpo_rc.planner.pipeline import FakePipeline, PlanError, bytes_of, parameters_of, replace_tensors
+from flowgrpo_rc.planner.pipeline import FakePipeline, PlanError, bytes_of, replace_tensors
 from flowgrpo_rc.prompt import ReferenceImage
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.sde import log_prob, transition
@@ -168,7 +168,7 @@ class Passes:
             gathered=max(pairs, default=0) + weights - sum(blocks),
             vae=bytes_of(pipeline.vae),
             text_encoders=sum(map(bytes_of, pipeline.text_encoders)),
-            parameters=parameters_of(self.transformer),
+            parameters=pipeline.parameters,
             lora_parameters=self._attach(lora, lora_dtype, lora_compute_dtype or lora_dtype),
         )
         # Rotary embeddings and the like are cached by the first pass, so no measured pass may be the first.

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.parts import refuse_two_transformers
+from flowgrpo_rc.models.quantization import WIDE_COPIES, QuantizedLinear, block_layers, held_bytes
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.quiet import only_errors
@@ -36,12 +37,13 @@ class FakePipeline:
     Args:
         path: a pipeline's folder, ``asset:NAME``, or the hub name of a shipped one.
         dtype: of all weights.
+        quantization: of the transformer, one of ``BASE_QUANTIZATIONS``.
 
     Raises:
         PlanError: there is no such pipeline, its class is not supported, or a file cannot be used.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype) -> None:
+    def __init__(self, path: str, dtype: torch.dtype, quantization: str | None = None) -> None:
         folder = find_folder(path)
         index = _read_json(folder / "model_index.json")
         self.class_name = str(index.get("_class_name"))
@@ -57,6 +59,11 @@ class FakePipeline:
             if (name in ("transformer", "vae") or name.startswith("text_encoder")) and entry and entry[0]
         }
         self.transformer: Any = networks["transformer"]
+        self.parameters = parameters_of(self.transformer)
+        """Parameters of the transformer."""
+        if quantization is not None:
+            with self.fake:
+                _quantize(self.transformer, quantization)
         self.vae: Any = networks["vae"]
         self.text_encoders = [network for name, network in networks.items() if name.startswith("text_encoder")]
         self.model: Any = self._adapter(index)
@@ -100,6 +107,39 @@ class FakePipeline:
         with self.fake:
             replace_tensors(self.vae, lambda tensor: torch.empty_like(tensor, device="cpu"))
         return model
+
+
+class _FakeQuantized(QuantizedLinear):
+    """A layer whose fake weight has as many bytes as a rounded one with its scales."""
+
+    quantization: str
+    dtype: torch.dtype
+    recorded: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.recorded = torch.is_grad_enabled()
+        return super().forward(input)
+
+    def product(self, input: Tensor) -> Tensor:
+        # Its operations count as recomputed ones by this mode, which an autograd function turns off.
+        with torch.set_grad_enabled(self.recorded):
+            return super().product(input.detach())
+
+    def dense(self) -> Tensor:
+        shape = self.out_features, self.in_features
+        made = torch.empty(shape, dtype=self.dtype)
+        # The library's intermediate results live as long as the product of this call is being made.
+        _ = [torch.empty(shape) for _ in range(WIDE_COPIES[self.quantization])]
+        return made
+
+
+def _quantize(transformer: nn.Module, quantization: str) -> None:
+    """Give the layers that ``quantization`` rounds the bytes that they then have."""
+    for layer in block_layers(transformer).values():
+        size = held_bytes(quantization, layer.out_features, layer.in_features)
+        layer.__class__ = _FakeQuantized
+        vars(layer).update(quantization=quantization, dtype=layer.weight.dtype)
+        layer.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
 
 
 def find_folder(path: str) -> Path:

@@ -37,6 +37,17 @@ class PlannedRun:
         same = self.rollout.dtype == self.model.dtype and self.rollout.quantization is None
         return self.samples_in_trainer and same
 
+    @property
+    def engine_quantization(self) -> str | None:
+        """How the base of the engine is held; only the actor's own transformer is the actor's rounded one."""
+        return self.model.quantization if ENGINES[self.rollout.name].takes_actors_transformer else None
+
+    @property
+    def precisions(self) -> tuple[str | None, ...]:
+        """Every precision that bytes and operations depend on."""
+        model = self.model
+        return model.dtype, model.quantization, model.lora_computes_in, self.rollout.dtype, self.engine_quantization
+
     def has_engine_process(self, gpus: int) -> bool:
         """Return true if an engine's process shares one of the trainer's ``gpus`` GPUs. Engines on a Ray cluster, and
         those whose devices come after the trainer's own, are elsewhere."""

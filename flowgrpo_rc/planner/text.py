@@ -72,7 +72,8 @@ def _heading(plan: MemoryPlan) -> list[str]:
     asked = run.rollout.pipeline
     recompute = "recomputed (gradient checkpointing)" if plan.recomputes(run) else "kept"
     return [
-        f"{run.model.path}: transformer of {plan.sizes.parameters:,} parameters ({kinds}), {run.model.dtype}",
+        f"{run.model.path}: transformer of {plan.sizes.parameters:,} parameters ({kinds}), {run.model.dtype}"
+        f"{'' if run.model.quantization is None else f', blocks held in {run.model.quantization}'}",
         f"LoRA of rank {run.model.lora_rank}: {plan.sizes.lora_parameters:,} parameters, {run.model.lora_dtype}, "
         f"products in {run.model.lora_computes_in}",
         f"Images of {asked.width}x{asked.height}, "

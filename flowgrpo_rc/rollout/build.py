@@ -64,7 +64,7 @@ def build_engine_alone(rollout: RolloutConfig, model: ModelConfig, device: str) 
         UnsupportedModelError, ImportError, ValueError, RolloutError: as ``PipelineLoader`` and the engine.
     """
     entry = ENGINES[rollout.name]
-    loader = PipelineLoader(model.path, dtype=model.dtype, device=device)
+    loader = PipelineLoader(model.path, dtype=model.dtype, device=device, quantization=model.quantization)
     # An engine that reads the weights itself would otherwise hold them twice.
     loaded = loader.model if entry.reads_weights else loader.load()
     # The trainer sets this after loading, so it is not in the pipeline's files.

@@ -30,6 +30,7 @@ from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models import DiffusionModel
 from flowgrpo_rc.models.digests import spread, values_digest
 from flowgrpo_rc.models.lora import base_parameters, save_lora
+from flowgrpo_rc.models.quantization import dequantized
 from flowgrpo_rc.models.sharding import whole
 from flowgrpo_rc.rewards import RewardMix
 from flowgrpo_rc.run_folder import MADE_AT_THE_END, WRITING, RunFolder, sync_path, temporary_folder, write_durably
@@ -251,13 +252,13 @@ def fingerprint(
     transformer = _settings(model.pipe.transformer)
     frozen = list(base_parameters(model.transformer).values())
     # Clones, so that the whole tensors that a sharded transformer gathers are freed.
-    samples = [whole(p).flatten()[:256].clone() for p in frozen[:: max(1, len(frozen) // 16)]]
+    samples = [dequantized(whole(p)).flatten()[:256].clone() for p in frozen[:: max(1, len(frozen) // 16)]]
     transformer["weights"] = values_digest(samples)
     # A text encoder's files are digested, since a run may never load it.
     parts: dict[str, Any] = dict(model.digests)
     for name, part in model.pipe.components.items():
         if isinstance(part, torch.nn.Module) and name not in parts:
-            parts[name] = values_digest([spread(whole(p)) for p in base_parameters(part).values()])
+            parts[name] = values_digest([spread(dequantized(whole(p))) for p in base_parameters(part).values()])
         elif name == "scheduler" and part is not None:
             parts |= {f"scheduler {k}": v for k, v in _settings(part).items()}
     # The factors and offsets of latents.

@@ -314,7 +314,7 @@ class FlowGRPOConfig(Section):
             )
 
     def _sharding_problems(self) -> Iterator[str]:
-        """Settings that a sharded transformer rules out: it has no copies, and its blocks are not compiled."""
+        """Settings that a sharded or quantised transformer rules out: it has no copies, nor compiled blocks."""
         parts = self.actor_rollout_ref
         rollout = parts.rollout
         fsdp = parts.actor.fsdp_config
@@ -334,7 +334,27 @@ class FlowGRPOConfig(Section):
                 "model.torch_compile: got true with a sharded transformer, whose blocks call out to gather their "
                 f"weights; set it to false, or {FSDP_FIELD}.shard=false"
             )
-        if not fsdp.shard or rollout.is_elsewhere or not ENGINES[rollout.name].takes_actors_transformer:
+        rounded = parts.model.quantization
+        if fsdp.shard and rounded is not None:
+            yield (
+                f"model.quantization: got {rounded} with a sharded transformer, whose slices are not rounded; set it "
+                f"to null, or {FSDP_FIELD}.shard=false"
+            )
+        if not ENGINES[rollout.name].takes_actors_transformer:
+            return
+        if rounded is not None:
+            # A second form of rounded weights would need the unrounded ones.
+            same = {"quantization": None, "dtype": parts.model.dtype}
+            if not rollout.is_elsewhere:
+                same["rollout_attn_backend"] = parts.model.attn_backend
+            for name, value in same.items():
+                if getattr(rollout, name) != value:
+                    yield (
+                        f"rollout.{name}: got {getattr(rollout, name)} with model.quantization={rounded}; the "
+                        f"{rollout.name} engine samples with the actor's rounded weights, so set it to "
+                        f"{'null' if value is None else value}, as the actor has it"
+                    )
+        if not fsdp.shard or rollout.is_elsewhere:
             return
         if rollout.cache.name is not None:
             yield (

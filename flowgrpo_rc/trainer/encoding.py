@@ -71,7 +71,7 @@ def open_checked(model: ModelConfig, sets: Sequence[PromptSet], accelerator: Any
     """Check image sizes, guidance, prompt lengths and reference images of each set, or raise ``ValueError``. Returns
     the model without its networks, and the store of its prompts."""
     # The loader reads configurations and tokenizers, which the checks need, and no weights.
-    loader = PipelineLoader(model.path, dtype=model.dtype, device=accelerator.device)
+    loader = PipelineLoader(model.path, dtype=model.dtype, device=accelerator.device, quantization=model.quantization)
     store = open_store(model.prompt_store, loader.model, model.dtype)
     for one in sets:
         pipe = one.pipeline

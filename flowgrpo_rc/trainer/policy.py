@@ -94,7 +94,7 @@ class ImagePolicy:
             raise ValueError("ahead, adapter_lag: only the trainer draws with an older LoRA; leave them at 0")
         pipeline = sampling.pipeline
         accelerator = Accelerator(cpu=device == "cpu")
-        loader = PipelineLoader(lora.path, dtype=lora.dtype, device=accelerator.device)
+        loader = PipelineLoader(lora.path, dtype=lora.dtype, device=accelerator.device, quantization=lora.quantization)
         guidance = (pipeline.guidance_scale, pipeline.true_cfg_scale)
         loader.model.check_request(pipeline.height, pipeline.width, *guidance)
         check_length(loader.model, pipeline.max_sequence_length)

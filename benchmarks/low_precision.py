@@ -1,12 +1,13 @@
-"""An actor in bfloat16 with its LoRA's products in float32 or in bfloat16: the demo's model and a tiny SD3.
+"""An actor in bfloat16 with its LoRA's products in float32 or in bfloat16, and a base in 8 or 4 bits.
 
-    python benchmarks/tiny_sd3.py                                # once: the second model
-    python benchmarks/lora_precision.py --jobs 2 --seeds 1,2,3   # runs what is missing, then prints a table
-    python benchmarks/lora_precision.py --report                 # writes the table of docs/gap_study.md; runs nothing
+    python benchmarks/tiny_sd3.py                               # once: the second model
+    python benchmarks/low_precision.py --jobs 2 --seeds 1,2,3   # runs what is missing, then prints a table
+    python benchmarks/low_precision.py --report                 # writes docs/low_precision.md's table; runs nothing
 
 Settings, batches and learning rate are the gap study's in bypass mode. The LoRA's weights are float32 in all of them.
 ``float32`` has engine and actor in float32, ``engine_bfloat16`` the engine in bfloat16; ``lora_float32`` and
-``lora_bfloat16`` have both in bfloat16, and the LoRA's products as they say. The last part of a name is the clip.
+``lora_bfloat16`` have both in bfloat16, and the LoRA's products as they say; ``int8``, ``fp8`` and ``nf4`` are
+``lora_bfloat16`` with such a base (``make quantization`` installs what rounds it). The last part of a name is the clip.
 Resumable, as ``training_runs.py`` says.
 """
 
@@ -14,12 +15,15 @@ import sys
 from statistics import fmean
 from typing import Any
 
-from gap_study import BYPASS, PAGE
+from gap_study import BYPASS
 from learning import COMMON, LOSS, ROLLOUT
 from sd3_ground import MODEL
 from training_runs import HERE, Overrides, Study, load, run_missing, study_arguments, write_table
 
-RESULTS = HERE / "results" / "lora_precision.jsonl"
+from flowgrpo_rc.models.config import BASE_QUANTIZATIONS
+
+RESULTS = HERE / "results" / "low_precision.jsonl"
+PAGE = HERE.parent / "docs" / "low_precision.md"
 STEPS = 60
 ACTOR = "actor_rollout_ref.model"
 BFLOAT16: Overrides = {f"{ROLLOUT}.dtype": "bfloat16", f"{ACTOR}.dtype": "bfloat16"}
@@ -28,6 +32,7 @@ PRECISIONS: dict[str, Overrides] = {
     "engine_bfloat16": {f"{ROLLOUT}.dtype": "bfloat16"},
     "lora_float32": BFLOAT16 | {f"{ACTOR}.lora_compute_dtype": "float32"},
     "lora_bfloat16": BFLOAT16,
+    **{name: BFLOAT16 | {f"{ACTOR}.quantization": name} for name in BASE_QUANTIZATIONS},
 }
 SETTINGS: dict[str, Overrides] = {
     f"{model}_{precision}_{clip}": BYPASS | own | settings | {f"{LOSS}.clip_ratio": float(clip)}
@@ -35,7 +40,9 @@ SETTINGS: dict[str, Overrides] = {
     for clip in ("1e-4", "1e-3")
     for precision, settings in PRECISIONS.items()
 }
-HEADER = "| setting | gap before an update | outside the clip | held out at the end, by seed | mean |\n|---|---|---|---|---|"
+HEADER = (
+    "| setting | gap before an update | outside the clip | held out at the end, by seed | mean |\n|---|---|---|---|---|"
+)
 
 
 def main() -> int:

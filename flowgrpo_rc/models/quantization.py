@@ -1,0 +1,174 @@
+"""The frozen base in 8 or 4 bits, under a LoRA that is trained: fewer bytes for its weights, the same products on both
+sides.
+
+torchao (``int8``, ``fp8``) and bitsandbytes (``nf4``) round each weight while its file is read, through diffusers'
+quantisation configurations. Actor and engine then multiply by the same rounded numbers, so that rounding the base is no
+off-policy gap. The LoRA learns on top of it (QLoRA, arXiv 2305.14314).
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flowgrpo_rc.models.config import BASE_QUANTIZATIONS
+from flowgrpo_rc.models.parts import UnsupportedModelError
+
+FIELD = "actor_rollout_ref.model.quantization"
+LIBRARIES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
+"""The package that rounds to each of ``BASE_QUANTIZATIONS``."""
+WIDE_COPIES = {"int8": 1, "fp8": 2, "nf4": 0}
+"""Copies in float32 that the libraries hold of a weight while they dequantise it."""
+NF4_BLOCK = 64
+"""Weights that share a scale in ``nf4``."""
+
+
+def check_installed(quantization: str) -> None:
+    """Raise ``UnsupportedModelError`` unless the package for ``quantization`` is installed. Imports nothing."""
+    library = LIBRARIES[quantization]
+    if importlib.util.find_spec(library) is None:
+        raise UnsupportedModelError(
+            f"{FIELD}: got {quantization}, which needs {library}, and that is not installed; pip install "
+            "'.[quantization]' in a checkout, or set it to null"
+        )
+
+
+def loading_options(quantization: str, transformer: nn.Module, device: torch.device, dtype: torch.dtype) -> dict:
+    """Arguments for ``from_pretrained`` that round the linear layers of the transformer's blocks.
+
+    Args:
+        quantization: one of ``BASE_QUANTIZATIONS``.
+        transformer: the same one without weights.
+        device: where the weights go; each is rounded on its way there.
+        dtype: of all other weights.
+    """
+    inside = block_layers(transformer)
+    outside = [n for n, m in transformer.named_modules() if isinstance(m, nn.Linear) and n not in inside]
+    if quantization == "nf4":
+        from diffusers import BitsAndBytesConfig
+
+        _patch_bitsandbytes()
+        # diffusers would keep every layer with such a name, also those in a block.
+        kept = [name for name in outside if not any(name in layer.split(".") for layer in inside)]
+        config: Any = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=kept,
+        )
+        return {"quantization_config": config, "device_map": {"": device}}
+    from diffusers import TorchAoConfig
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+    kind = Int8WeightOnlyConfig() if quantization == "int8" else Float8WeightOnlyConfig()
+    config = TorchAoConfig(kind, modules_to_not_convert=[f"{name}.weight" for name in outside])
+    # With a device map diffusers leaves what goes to the host unrounded.
+    return {"quantization_config": config} | ({} if device.type == "cpu" else {"device_map": {"": device}})
+
+
+def block_layers(transformer: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of the transformer's blocks, by name. Those before, between and behind the blocks hold a
+    percent of the weights, and their rounding would enter every block."""
+    blocks = set(getattr(transformer, "_no_split_modules", None) or ())
+    return {
+        f"{place}.{name}": layer
+        for place, block in transformer.named_modules()
+        if type(block).__name__ in blocks
+        for name, layer in block.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
+
+
+def _patch_bitsandbytes() -> None:
+    """Have diffusers load bitsandbytes' weights on a CPU too, and refuse weights that are not finite."""
+    from diffusers.quantizers import auto
+    from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
+
+    class Quantizer(BnB4BitDiffusersQuantizer):
+        def validate_environment(self, *_args: Any, **_kwargs: Any) -> None:
+            """diffusers asks for a GPU, though bitsandbytes has kernels for a CPU."""
+
+        def create_quantized_param(self, model: Any, param_value: Any, param_name: str, *args: Any, **more: Any) -> Any:
+            # Rounding would turn NaN into some number.
+            if not torch.isfinite(param_value).all():
+                raise UnsupportedModelError(f"{param_name} holds values that are not finite")
+            return super().create_quantized_param(model, param_value, param_name, *args, **more)
+
+    auto.AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = Quantizer
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer that multiplies by its dequantised weight, with and without gradients alike.
+
+    Autograd keeps the rounded weight for the backward pass. torchao's own layers keep a dequantised one each: the whole
+    transformer in ``dtype`` at the end of a forward without gradient checkpointing.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _Product.apply(input, self)  # pyright: ignore[reportReturnType]
+
+    def product(self, input: Tensor) -> Tensor:
+        """The layer's output, without gradients."""
+        return F.linear(input, self.dense(), self.bias)
+
+    def dense(self) -> Tensor:
+        """The weight that the layer multiplies by, ``(out, in)``."""
+        return dequantized(self.weight)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.layer = layer
+        return layer.product(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] @ ctx.layer.dense(), None
+
+
+def finish(transformer: nn.Module) -> None:
+    """Turn the rounded layers of a loaded transformer into ``QuantizedLinear``."""
+    for module in transformer.modules():
+        if isinstance(module, nn.Linear) and is_quantized(module.weight):
+            module.requires_grad_(False)
+            module.__class__ = QuantizedLinear
+    # diffusers and peft would treat the layers as the library's own.
+    for name in ("is_loaded_in_4bit", "is_quantized", "hf_quantizer", "quantization_method"):
+        if name in vars(transformer):
+            delattr(transformer, name)
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """The weight is rounded to one of ``BASE_QUANTIZATIONS``."""
+    return hasattr(weight, "quant_state") or (type(weight).__module__.startswith("torchao."))
+
+
+def dequantized(weight: Tensor) -> Tensor:
+    """A weight's numbers ``(out, in)`` as the layer multiplies by them; of one that is not rounded, itself."""
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(weight.data, state)
+    return weight.dequantize() if is_quantized(weight) else weight
+
+
+def numbers_of(weight: Tensor) -> int:
+    """How many numbers a weight stands for; bitsandbytes packs two in a byte."""
+    state = getattr(weight, "quant_state", None)
+    return weight.numel() if state is None else state.shape.numel()
+
+
+def held_bytes(quantization: str, out: int, inputs: int) -> int:
+    """Bytes of a rounded weight ``(out, in)`` with its scales, which are float32."""
+    numbers = out * inputs
+    if quantization == "nf4":
+        return -(-numbers // 2) + 4 * -(-numbers // NF4_BLOCK)
+    # torchao has a scale a row, and in int8 a zero point of a byte.
+    return numbers + out * (5 if quantization == "int8" else 4)
+
+
+assert LIBRARIES.keys() == {*BASE_QUANTIZATIONS}
