@@ -6,6 +6,8 @@ A Qwen-Image of 6 blocks of width 1024 (231 M parameters, float32), LoRA of rank
 forward and backward of some rows, with and without gradient checkpointing, on one process and sharded over two. A step
 of one row of a small image comes first, so that what libraries load is there before. The resident set is read every
 2 ms. glibc is told to give freed tensors back (``MALLOC_MMAP_THRESHOLD_``), so that it has no pool of its own.
+``--rounded`` does so with the base in int8, fp8 and nf4 (``make quantization`` installs what that needs), and counts
+the weights as they are loaded.
 
 ``--depth NAME`` compares the scaled figures of a shipped pipeline with a fake run of all its blocks instead.
 """
@@ -43,6 +45,11 @@ CASES = [
     {"rows": 8, "recompute": True, "processes": 2},
     {"rows": 2, "recompute": False, "processes": 2},
 ]
+ROUNDED = [
+    {"rows": 2, "recompute": recompute, "processes": 1, "quantization": quantization}
+    for quantization in ("int8", "fp8", "nf4")
+    for recompute in (True, False)
+]
 MIB = 2**20
 
 
@@ -64,13 +71,15 @@ def write_pipeline(folder: Path) -> str:
     return str(folder)
 
 
-def settings(path: str) -> tuple[Any, Any]:
+def settings(path: str, quantization: str | None = None) -> tuple[Any, Any]:
     """LoRA and rollout of every case."""
     from flowgrpo_rc.models.config import ModelConfig
     from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig
 
     asked = PipelineConfig(height=SIZE, width=SIZE, max_sequence_length=TOKENS)
-    return ModelConfig(path=path, lora_rank=64), RolloutConfig(dtype="float32", pipeline=asked)
+    dtype = "float32" if quantization is None else "bfloat16"
+    lora = ModelConfig(path=path, lora_rank=64, dtype=dtype, quantization=quantization)
+    return lora, RolloutConfig(dtype=dtype, pipeline=asked)
 
 
 def predicted(path: str, case: dict[str, Any]) -> dict[str, float]:
@@ -79,11 +88,13 @@ def predicted(path: str, case: dict[str, Any]) -> dict[str, float]:
     from flowgrpo_rc.planner.memory import Measured
     from flowgrpo_rc.planner.settings import PlannedRun
 
-    lora, rollout = settings(path)
-    measured = Measured(PlannedRun(model=lora, actor=DiffusionActorConfig(), rollout=rollout, prompts=1))
+    lora, rollout = settings(path, case.get("quantization"))
+    actor = DiffusionActorConfig(ppo_micro_batch_rows=case["rows"])  # a run's own micro-batch is not interpolated
+    measured = Measured(PlannedRun(model=lora, actor=actor, rollout=rollout, prompts=1))
     step = measured.update(case["rows"], recompute=case["recompute"], accumulates=False).peak
     gathered = measured.sizes.gathered if case["processes"] > 1 else 0
-    return {
+    rounded = {"predicted_weights_mib": measured.sizes.transformer / MIB} if "quantization" in case else {}
+    return rounded | {
         "parameters": measured.sizes.parameters,
         "step_mib": step / MIB,
         "gathered_mib": gathered / MIB,
@@ -105,8 +116,9 @@ class Resident(threading.Thread):
 
 
 def resident() -> int:
-    """Bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes, without those of mapped files."""
+    _, whole, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (whole - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def real(path: str, case: dict[str, Any]) -> dict[str, float]:
@@ -116,14 +128,19 @@ def real(path: str, case: dict[str, Any]) -> dict[str, float]:
     import diffusers
     import torch
 
+    from flowgrpo_rc.dtypes import torch_dtype
     from flowgrpo_rc.models.base import Conditioning, Prompts
     from flowgrpo_rc.models.lora import adapter_parameters, attach_lora
     from flowgrpo_rc.models.qwen_image import QwenImage
     from flowgrpo_rc.sde import log_prob, transition
 
-    lora, _ = settings(path)
+    lora, _ = settings(path, case.get("quantization"))
     torch.manual_seed(0)
-    transformer = diffusers.QwenImageTransformer2DModel(**TRANSFORMER).requires_grad_(False)
+    loaded = {}
+    if "quantization" in case:
+        transformer, loaded = load_rounded(path, case["quantization"])
+    else:
+        transformer = diffusers.QwenImageTransformer2DModel(**TRANSFORMER).requires_grad_(False)
     vae = diffusers.AutoencoderKLQwenImage.from_config(json.loads((Path(path) / "vae" / "config.json").read_text()))
     pipe = diffusers.QwenImagePipeline(None, vae, None, None, transformer)
     if case["processes"] > 1:
@@ -136,7 +153,8 @@ def real(path: str, case: dict[str, Any]) -> dict[str, float]:
             fully_shard(block, mesh=mesh)
         fully_shard(transformer, mesh=mesh)
     model = QwenImage(pipe)
-    attach_lora(transformer, model, lora, dtype=torch.float32)
+    computes_in = torch_dtype(lora.lora_computes_in)
+    attach_lora(transformer, model, lora, dtype=torch.float32, compute_dtype=computes_in)
     if case["recompute"]:
         transformer.enable_gradient_checkpointing()
     trained = adapter_parameters(transformer).values()
@@ -162,7 +180,42 @@ def real(path: str, case: dict[str, Any]) -> dict[str, float]:
     reader.done.set()
     reader.join()
     time.sleep(0.1)
-    return {"before_mib": before / MIB, "step_mib": (reader.peak - before) / MIB}
+    return loaded | {"before_mib": before / MIB, "step_mib": (reader.peak - before) / MIB}
+
+
+def load_rounded(path: str, quantization: str) -> tuple[Any, dict[str, float]]:
+    """The transformer read from its file, with the resident memory that this took at most and that it kept."""
+    import gc
+
+    import torch
+    from accelerate import init_empty_weights
+    from diffusers import QwenImageTransformer2DModel
+
+    from flowgrpo_rc.models.quantization import finish, loading_options
+
+    class_ = QwenImageTransformer2DModel
+    with init_empty_weights():
+        empty = class_(**TRANSFORMER)
+    options = loading_options(quantization, empty, torch.device("cpu"), torch.bfloat16)
+    before = resident()
+    reader = Resident()
+    reader.start()
+    transformer = class_.from_pretrained(path, subfolder="transformer", torch_dtype=torch.bfloat16, **options)
+    finish(transformer.requires_grad_(False))
+    reader.done.set()
+    reader.join()
+    gc.collect()
+    return transformer, {"loading_mib": (reader.peak - before) / MIB, "weights_mib": (resident() - before) / MIB}
+
+
+def write_weights(path: str) -> None:
+    """Random weights of the transformer, in bfloat16 as they are published."""
+    import diffusers
+    import torch
+
+    torch.manual_seed(0)
+    transformer = diffusers.QwenImageTransformer2DModel(**TRANSFORMER)
+    transformer.to(torch.bfloat16).save_pretrained(Path(path) / "transformer")
 
 
 def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +230,9 @@ def run_case(path: str, case: dict[str, Any]) -> dict[str, Any]:
         found = [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
     worst = max(found, key=lambda one: one["step_mib"])
     guess = predicted(path, case)
-    return {**case, **guess, "real_mib": worst["step_mib"], "constant_mib": worst["step_mib"] - guess["predicted_mib"]}
+    loaded = {name: worst[name] for name in ("loading_mib", "weights_mib") if name in worst}
+    step = {"real_mib": worst["step_mib"], "constant_mib": worst["step_mib"] - guess["predicted_mib"]}
+    return {**case, **guess, **loaded, **step}
 
 
 def depth(name: str) -> dict[str, Any]:
@@ -212,6 +267,7 @@ def depth(name: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depth", action="append", default=[], metavar="NAME")
+    parser.add_argument("--rounded", action="store_true", help="with the base in 8 and 4 bits")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--path", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -227,7 +283,11 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             path = write_pipeline(Path(folder))
-            saved["resident"] = [run_case(path, case) for case in CASES]
+            if arguments.rounded:
+                write_weights(path)
+                saved["rounded"] = [run_case(path, case) for case in ROUNDED]
+            else:
+                saved["resident"] = [run_case(path, case) for case in CASES]
     RESULTS.write_text(json.dumps(saved, indent=1) + "\n")
     print(json.dumps(saved, indent=1))
 
