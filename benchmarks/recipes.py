@@ -20,7 +20,7 @@ from machine import describe
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "recipes.json"
 PIPELINES = ROOT / "flowgrpo_rc" / "planner" / "pipelines"
-MACHINES = "4x80,8x80,4x48,4x24"
+MACHINES = "4x80,8x80,4x48,4x24,1x24"
 STAND_INS = {
     "flux1_kontext_lora": ("black-forest-labs/FLUX.1-dev", "FluxKontextPipeline", {}),
     "z_image_lora": ("Tongyi-MAI/Z-Image-Turbo", "ZImagePipeline", {}),

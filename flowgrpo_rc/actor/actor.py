@@ -42,7 +42,7 @@ from flowgrpo_rc.models.lora import (
     check_adapter_state,
     load_lora,
 )
-from flowgrpo_rc.models.quantization import numbers_of
+from flowgrpo_rc.models.quantization import check_installed, numbers_of
 from flowgrpo_rc.sde import Transition, log_prob, transition
 from flowgrpo_rc.transfers import queued_to_host, to_host
 
@@ -61,6 +61,16 @@ class NonFiniteUpdateError(RuntimeError):
     def __init__(self, message: str, samples: Sequence[int]) -> None:
         super().__init__(message)
         self.samples = list(samples)  # rows of the batch on this process
+
+
+def _optimizer_class(name: str) -> Any:
+    """The class of an optimizer in ``OPTIMIZERS``."""
+    if name == "adamw":
+        return torch.optim.AdamW
+    check_installed("bitsandbytes", f"actor_rollout_ref.actor.optim.name: got {name}", "adamw")
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit
 
 
 @dataclass(frozen=True)
@@ -132,9 +142,12 @@ class DiffusionActor:
             self.transformer.compile_repeated_blocks(backend=COMPILE_BACKEND)
         self._parameters = list(adapter_parameters(self.transformer).values())
         optim = config.optim
-        betas = (optim.betas[0], optim.betas[1])
-        self.optimizer = torch.optim.AdamW(
-            self._parameters, lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay
+        self.optimizer = _optimizer_class(optim.name)(
+            self._parameters,
+            lr=optim.lr,
+            betas=(optim.betas[0], optim.betas[1]),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
         )
         self.lr_scheduler = get_scheduler(
             optim.lr_scheduler_type,

@@ -25,6 +25,7 @@ from flowgrpo_rc.section import (
     one_of,
 )
 
+OPTIMIZERS = ("adamw", "adamw_8bit")
 LR_SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
 """Learning-rate schedules, by their names in ``diffusers.optimization``."""
 Betas = Annotated[
@@ -153,6 +154,9 @@ class OptimizerConfig(Section):
 
     section = "actor_rollout_ref.actor.optim"
 
+    name: Annotated[str, one_of(OPTIMIZERS)] = "adamw"
+    """``adamw``; or ``adamw_8bit``, whose moments of matrices of 4,096 numbers and more take 8 bits each, with a scale
+    for 256 of them (bitsandbytes; arXiv 2110.02861)."""
     lr: PositiveFloat = 1e-4
     """Learning rate."""
     betas: Betas = field(default_factory=lambda: [0.9, 0.999])

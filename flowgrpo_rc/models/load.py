@@ -18,7 +18,7 @@ from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImage
 from flowgrpo_rc.models.digests import processor_digest, stored_network_digest, tokenizer_digest
 from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError, require_path
 from flowgrpo_rc.models.prompts import pad
-from flowgrpo_rc.models.quantization import check_installed, dequantized, finish, loading_options
+from flowgrpo_rc.models.quantization import LIBRARIES, check_installed, dequantized, finish, loading_options
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.prompt import Prompt, grey_image
@@ -83,7 +83,7 @@ class PipelineLoader:
         import diffusers
 
         if quantization is not None:
-            check_installed(quantization)
+            check_installed(LIBRARIES[quantization], f"actor_rollout_ref.model.quantization: got {quantization}")
         self._files = files = pipeline_files(path)
         pipeline_class = getattr(diffusers, files.class_name)
         self._classes = {part.name: _class_of(files, part) for part in files.parts}

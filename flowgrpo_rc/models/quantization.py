@@ -25,13 +25,13 @@ NF4_BLOCK = 64
 """Weights that share a scale in ``nf4``."""
 
 
-def check_installed(quantization: str) -> None:
-    """Raise ``UnsupportedModelError`` unless the package for ``quantization`` is installed. Imports nothing."""
-    library = LIBRARIES[quantization]
+def check_installed(library: str, setting: str, without: str = "null") -> None:
+    """Raise ``UnsupportedModelError`` unless ``library`` is installed; imports nothing. ``setting`` needs it, and its
+    value ``without`` does not."""
     if importlib.util.find_spec(library) is None:
         raise UnsupportedModelError(
-            f"{FIELD}: got {quantization}, which needs {library}, and that is not installed; pip install "
-            "'.[quantization]' in a checkout, or set it to null"
+            f"{setting}, which needs {library}, and that is not installed; pip install '.[quantization]' in a "
+            f"checkout, or set it to {without}"
         )
 
 

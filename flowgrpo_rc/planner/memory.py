@@ -165,7 +165,7 @@ class MemoryPlan:
             "gathered blocks": self._gathered(run, gpus),
             "engine's own copy of the transformer": own_copy if in_process and not run.shares_weights else 0,
             "LoRA": lora,
-            "AdamW's two moments": 2 * lora,
+            "AdamW's two moments": self._moments(run),
             "average of the LoRA": lora if run.actor.ema_decay is not None else 0,
             "reference LoRA of the KL": lora if run.actor.needs_reference and run.actor.kl_reference == "start" else 0,
             "engine's LoRA": self._lora(run.rollout.dtype) if in_process else 0,
@@ -207,6 +207,12 @@ class MemoryPlan:
         at_once = run.sampled_at_once(gpus)
         work = max(self.engine.forward(at_once).peak, self.engine.decode(at_once).peak)
         return self.engine.sizes.transformer + self.engine.sizes.buffers + self.sizes.vae + work
+
+    def _moments(self, run: PlannedRun) -> int:
+        if run.actor.optim.name == "adamw_8bit":
+            # A byte a number, and a float32 scale for 256.
+            return 2 * self.sizes.lora_parameters * 65 // 64
+        return 2 * self._lora(run.model.lora_dtype)
 
     def _lora(self, dtype: str) -> int:
         return self.sizes.lora_parameters * torch_dtype(dtype).itemsize

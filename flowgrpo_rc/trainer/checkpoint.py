@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from flowgrpo_rc.actor.config import OPTIMIZERS
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models import DiffusionModel
 from flowgrpo_rc.models.digests import spread, values_digest
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 STATE_FILE = "trainer_state.json"
 TENSOR_FILE = "optimizer.pt"
+BITSANDBYTES_STATE = "__bnb_optimizer_quant_state__"
+"""Under this name bitsandbytes saves a parameter's moments."""
 _FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _PLAIN_PATH = re.compile(r"[\w/.+-]+", re.ASCII)
 
@@ -167,6 +170,7 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
     """Load every part. The digests were right, so that a part that does not fit is of another version."""
     process = run.accelerator.process_index
     actor = run.actor
+    _check_optimizer(actor.config.optim.name, tensors)
     try:
         run.sampler.load_state_dict(state["sampler"])
         # A checkpoint without one is of a run with another reference; then the configuration's adapter is the start.
@@ -190,6 +194,17 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
         why = f"{type(error).__name__}: {one_line(error, 300)}"
         raise DamagedCheckpointError(f"{source} is damaged or of another version of flowgrpo_rc ({why})") from error
     run.adapter.restore(state["step"], tensors.get("older_adapters", {}), tensors.get("old_policy"))
+
+
+def _check_optimizer(name: str, tensors: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` for moments of the other optimizer."""
+    moments = tensors.get("optimizer", {}).get("state", {})
+    saved = OPTIMIZERS[any(BITSANDBYTES_STATE in state for state in moments.values())]
+    if moments and saved != name:
+        raise CheckpointError(
+            f"actor_rollout_ref.actor.optim.name: got {name}, but the checkpoint has the moments of {saved}; set it to "
+            f"{saved}, or use trainer.resume_mode=disable to start afresh"
+        )
 
 
 def _where_to_go_on(run: "Run", damaged: Path, error: Exception) -> str:

@@ -10,6 +10,8 @@ from tolerances import LOG_PROB
 from torch import nn
 from torch.testing import assert_close
 
+from flowgrpo_rc.actor.actor import _optimizer_class
+from flowgrpo_rc.actor.config import OPTIMIZERS
 from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.base import compute_dtype
 from flowgrpo_rc.models.config import BASE_QUANTIZATIONS
@@ -184,7 +186,8 @@ def test_a_run_has_no_gap_and_resumes_to_the_same_numbers(quantization, small_co
         "actor_rollout_ref.rollout.dtype=bfloat16",
         "actor_rollout_ref.rollout.algo.sde_window_size=1",
     ]
-    rounded = [*settings, f"actor_rollout_ref.model.quantization={quantization}"]
+    optimizer = "actor_rollout_ref.actor.optim.name=adamw_8bit"
+    rounded = [*settings, optimizer, f"actor_rollout_ref.model.quantization={quantization}"]
     whole = FlowGRPOTrainer(small_config(*rounded, folder="whole")).fit().root
     steps = [row for row in rows_of(whole) if "reward/mean" in row]
     assert len(steps) == 2
@@ -196,6 +199,23 @@ def test_a_run_has_no_gap_and_resumes_to_the_same_numbers(quantization, small_co
     before_step(first, 1, power_cut)
     with pytest.raises(ConnectionError):
         first.fit()
+    with pytest.raises(CheckpointError, match=r"optim.name: got adamw, .* the moments of adamw_8bit; set it to"):
+        FlowGRPOTrainer(small_config(*rounded, optimizer[:-5], *auto, folder="parts")).fit()
     with pytest.raises(CheckpointError, match="transformer"):
         FlowGRPOTrainer(small_config(*settings, *auto, folder="parts")).fit()
     assert rows_of(FlowGRPOTrainer(small_config(*rounded, *auto, folder="parts")).fit().root) == rows_of(whole)
+
+
+def test_moments_in_8_bits_learn_as_adamw_does():
+    """The same gradients move a matrix as far, up to the rounding of moments; a small one to float32's rounding."""
+    generator = torch.Generator().manual_seed(0)
+    for shape, tolerance in (((64, 128), 0.05), ((16, 16), 1e-6)):
+        weights = [torch.nn.Parameter(torch.zeros(shape)) for _ in OPTIMIZERS]
+        steps = [_optimizer_class(name)([w], lr=1e-3) for name, w in zip(OPTIMIZERS, weights, strict=True)]
+        for _ in range(20):
+            gradient = torch.randn(shape, generator=generator)
+            for step, weight in zip(steps, weights, strict=True):
+                weight.grad = gradient.clone()
+                step.step()
+        plain, rounded = weights
+        assert (rounded - plain).norm() < tolerance * plain.norm()
