@@ -135,6 +135,12 @@ def test_check_repeats_the_checks_after_a_change():
         (lambda: TrainerConfig(default_local_dir=" "), "trainer.default_local_dir: got ' '; give a path"),
         (lambda: ModelConfig(lora_rank=0), "lora_rank: got 0; a LoRA is what is trained, never all weights: .*rank=64"),
         (lambda: ModelConfig(lora_dtype="float16"), "model.lora_dtype: got 'float16'; choose one of float32, bfloat16"),
+        (lambda: ModelConfig(quantization="nf4"), "quantization: got nf4 with dtype=float32; .* set dtype=bfloat16"),
+        (
+            lambda: ModelConfig(quantization="int8", dtype="bfloat16", torch_compile=True),
+            "model.torch_compile: got true with quantization=int8, whose layers are not compiled",
+        ),
+        (lambda: OptimizerConfig(name="adam8"), "optim.name: got 'adam8'; choose one of adamw, adamw_8bit"),
         (lambda: OptimizerConfig(lr_warmup_steps_ratio=1.5), "lr_warmup_steps_ratio: got 1.5; give a share of the run"),
         (lambda: OptimizerConfig(lr_warmup_steps_ratio=0.1), "lr_warmup_steps_ratio: got 0.1, but lr_scheduler_type="),
         (lambda: RolloutAlgoConfig(sde_window_seed=-1), "sde_window_seed: got -1; give 0 or more or null"),

@@ -202,6 +202,7 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
     mini = actor.ppo_mini_batch_size
     # Per process, as the micro-batch is.
     images = mini * rollout.n // processes
+    model = config.actor_rollout_ref.model
     clean = actor.diffusion_loss.objective.clean
     row = "places" if clean else "SDE steps"
     size = actor.rows_per_image(window.size)
@@ -214,12 +215,13 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
     # At 1 and below the negative prompt has no weight.
     guidance = "none"
     if rollout.pipeline.true_cfg_scale > 1:
-        batched = config.actor_rollout_ref.model.batch_guidance
+        batched = model.batch_guidance
         forwards = "one forward for both halves" if batched else "a forward for each half"
         gradient = "the update's gradient goes through both halves"
         if actor.detach_unconditional:
             gradient = "the update's gradient leaves the unconditional half out (detach_unconditional)"
         guidance = f"true_cfg_scale={rollout.pipeline.guidance_in_words}, {forwards}; {gradient}"
+    base = "" if model.quantization is None else f"; actor {model.dtype}, its base in {model.quantization}"
     lag = f", {rollout.staleness} batches behind the actor" if rollout.staleness else ""
     return [
         f"Run folder: {root}",
@@ -228,7 +230,7 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
         f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
         f"micro-batches of {micro}",
         f"Reward: {config.reward.in_words()}",
-        f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {steps}{rollout.forwards_in_words(clean=clean)}",
+        f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {steps}{rollout.forwards_in_words(clean=clean)}{base}",
         f"Guidance: {guidance}",
         f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
     ]

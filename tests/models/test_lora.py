@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tests_support import ADAPTER, names, same
 from tolerances import EPSILON
@@ -58,6 +59,27 @@ def test_an_adapter_at_full_strength_is_read_into_any_alpha(tiny_model, tmp_path
     load_lora(tiny_model.transformer, tmp_path)
     for name, value in adapter_state(tiny_model.transformer).items():
         assert_close(value, before[name], rtol=0 if alpha != 12 else 2 * EPSILON, atol=0)
+
+
+def test_products_in_bfloat16_from_float32_weights(tiny_model):
+    """An adapted layer's output equals that of rounded weights, bit for bit; gradients are float32 and theirs."""
+    transformer = tiny_model.transformer.to(torch.bfloat16)
+    attach_lora(transformer, tiny_model, LORA, dtype=torch.float32, compute_dtype=torch.bfloat16)
+    randomise(transformer)
+    name = "transformer_blocks.0.attn.to_q"
+    layer = transformer.get_submodule(name)
+    first, second = (adapter_parameters(transformer)[f"{name}.lora_{m}.default.weight"] for m in "AB")
+    x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rounded = [w.detach().bfloat16().requires_grad_() for w in (first, second)]
+    scale = LORA.lora_alpha / LORA.lora_rank
+    expected = layer.base_layer(x) + F.linear(F.linear(x, rounded[0]), rounded[1]) * scale
+    found = layer(x)
+    assert torch.equal(found, expected)
+    found.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    for weight, theirs in zip((first, second), rounded, strict=True):
+        assert weight.grad.dtype == torch.float32
+        assert torch.equal(weight.grad, theirs.grad.float())
 
 
 def test_load_refuses_another_adapter(tiny_model, tmp_path):

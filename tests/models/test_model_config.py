@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowgrpo_rc.models import AdapterMismatchError, ModelConfig, check_adapter_file
+from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.models.lora import ADAPTER_FILE, attach_lora, save_lora
 
 NAMELESS = ([1, 2], [None], [], "", " ", ["to_q", ""], ["to_q", 3], [["to_q"]], {"a": 1}, 3, True, 1.5, [True])
@@ -74,3 +75,10 @@ def test_a_starting_lora_that_is_damaged_or_not_there(adapter, tmp_path):
         (adapter / ADAPTER_FILE).write_bytes(part)
         with pytest.raises(AdapterMismatchError, match=f"{field}.*{ADAPTER_FILE} cannot be read"):
             check_adapter_file(str(adapter), 4, 12)
+
+
+@pytest.mark.parametrize(("quantization", "library"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
+def test_a_package_that_is_missing_is_named_before_the_model_is_read(monkeypatch, quantization, library):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=rf"quantization: got {quantization}, which needs {library}, .* pip install"):
+        PipelineLoader("asset:tiny_qwen_image", dtype="bfloat16", quantization=quantization)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from small_pipelines import changed
 
+from flowgrpo_rc.models.lora import linear_layers
 from flowgrpo_rc.planner import memory as room
 from flowgrpo_rc.planner.advice import advise
 from flowgrpo_rc.planner.machines import GIB, Gpus
@@ -91,17 +92,40 @@ def test_sharding_is_proposed_where_it_is_possible(run, plan, monkeypatch):
         # From a run that no smaller piece helps, so that weights alone are left to save.
         return [change.override for change in advise(plan.of_run(other), Gpus(gpus, 1e-6))]
 
-    smallest = in_rows(run, 1, recompute=True)
+    smallest = changed(in_rows(run, 1, recompute=True), actor__optim__name="adamw_8bit")
     smallest = smallest.with_rollout(micro_batch_size=1)
     fsdp = "actor_rollout_ref.actor.fsdp_config"
     assert proposed(smallest, 4) == [f"{fsdp}.shard=true", f"{fsdp}.param_offload=true"]
-    assert proposed(smallest, 1) == []
+    assert proposed(smallest, 1) == ["actor_rollout_ref.model.quantization=nf4"]
     assert proposed(changed(smallest, model__torch_compile=True), 4) == []
     assert f"{fsdp}.shard=true" not in proposed(smallest.with_rollout(quantization="fp8"), 4)
     kept = sharded(smallest, reshard_after_forward=False, param_offload=True)
     assert proposed(kept, 4) == [f"{fsdp}.reshard_after_forward=true"]
     gathering = sharded(smallest, param_offload=True).with_rollout(gather_weights=True)
     assert proposed(gathering, 4) == ["actor_rollout_ref.rollout.gather_weights=false"]
+
+
+def test_rounded_weights_and_moments_are_counted_and_proposed(run, plan):
+    """Blocks alone are rounded; their bytes by hand for Qwen-Image's layers."""
+    lora = plan.sizes.lora_parameters
+    rounded = changed(run, model__quantization="nf4", actor__optim__name="adamw_8bit")
+    memory = plan.of_run(rounded).memory(rounded, 1)
+    assert memory.resident["AdamW's two moments"] == 2 * (lora + lora // 64)
+    layers = [layer for kind in plan.actor.kinds for block in kind.blocks for layer in linear_layers(block).values()]
+    numbers = sum(layer.in_features * layer.out_features for layer in layers)
+    assert plan.memory(run, 1).resident["transformer"] - memory.resident["transformer"] == (
+        2 * numbers - numbers // 2 - numbers // 16
+    )
+    assert "engine's own copy of the transformer" not in memory.resident
+    assert plan.of_run(rounded).sizes.parameters == plan.sizes.parameters
+    smallest = in_rows(run, 1, recompute=True).with_rollout(micro_batch_size=1)
+
+    def proposed(other):
+        return [change.override for change in advise(plan.of_run(other), Gpus(1, 1e-6))]
+
+    moments = "actor_rollout_ref.actor.optim.name=adamw_8bit"
+    assert proposed(smallest) == ["actor_rollout_ref.model.quantization=nf4", moments]
+    assert proposed(smallest.with_rollout(quantization="fp8")) == [moments]
 
 
 def test_an_average_and_a_copy_are_counted(run, plan):

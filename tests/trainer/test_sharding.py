@@ -178,6 +178,9 @@ def test_another_number_of_processes_and_a_killed_one_change_nothing(runs, small
     assert apart < adam() * update
 
 
+ROUNDED = ("actor_rollout_ref.model.dtype=bfloat16", "actor_rollout_ref.model.quantization=nf4")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -190,6 +193,15 @@ def test_another_number_of_processes_and_a_killed_one_change_nothing(runs, small
         ((SHARD, "actor_rollout_ref.model.torch_compile=true"), "model.torch_compile: got true with a sharded"),
         (("actor_rollout_ref.rollout.gather_weights=true",), "gather_weights: got true, but no weights are given up"),
         ((f"{FSDP_FIELD}.fsdp_size=0",), "fsdp_config.fsdp_size: got 0"),
+        ((SHARD, *ROUNDED), "model.quantization: got nf4 with a sharded transformer, whose slices are not rounded"),
+        (
+            (*ROUNDED, "actor_rollout_ref.rollout.dtype=float32"),
+            "rollout.dtype: got float32 with model.quantization=nf4; .* set it to bfloat16, as the actor has it",
+        ),
+        (
+            (*ROUNDED, "actor_rollout_ref.rollout.quantization=fp8", "actor_rollout_ref.rollout.placement=process"),
+            "rollout.quantization: got fp8 with model.quantization=nf4; .* set it to null",
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(small_config, overrides, message):
