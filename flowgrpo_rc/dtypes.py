@@ -22,3 +22,12 @@ def torch_dtype(name: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Name of any torch dtype in configurations and messages, e.g. ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def set_tf32(allowed: bool) -> None:
+    """Have a GPU multiply float32 numbers in TF32, or not, in matrix products and convolutions alike. torch's default
+    allows it in convolutions alone."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed

@@ -13,6 +13,11 @@ NUM_GPUS=${NUM_GPUS:-4}
 ENGINE=${ENGINE:-$(python -c 'from importlib.util import find_spec; print("vllm_omni" if find_spec("vllm_omni") else "diffusers")')}
 echo "Rollout engine: $ENGINE"
 
+if [ "$ENGINE" = diffusers ]; then
+    # Less memory is lost between tensors; vllm's memory pool for a sleeping engine does not work with it.
+    export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+fi
+
 read -ra COMMAND_WORDS <<<"${COMMAND:-train}"
 # Settings behind the script's name replace its own; that is no slip to warn about.
 export FLOWGRPO_RC_SCRIPT=1

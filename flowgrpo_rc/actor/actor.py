@@ -148,6 +148,7 @@ class DiffusionActor:
             betas=(optim.betas[0], optim.betas[1]),
             eps=optim.eps,
             weight_decay=optim.weight_decay,
+            **({"fused": True} if optim.name == "adamw" and accelerator.device.type == "cuda" else {}),
         )
         self.lr_scheduler = get_scheduler(
             optim.lr_scheduler_type,

@@ -78,6 +78,9 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, about a third more compute, the same numbers. null turns
     it on for transformers above ``CHECKPOINTING_FROM`` parameters."""
+    allow_tf32: bool = False
+    """Multiply float32 numbers on a GPU in TF32, which has 10 bits after the point: faster VAEs, rewards and float32
+    models, and another rounding. It holds for the actor and the engine ``diffusers``."""
     torch_compile: bool = False
     """Compile the actor's transformer blocks. The rollout engine's are not compiled, so the off-policy gap gains the
     compiler's rounding. The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""

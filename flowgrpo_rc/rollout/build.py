@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.dtypes import set_tf32, torch_dtype
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.load import PipelineLoader
@@ -64,6 +64,7 @@ def build_engine_alone(rollout: RolloutConfig, model: ModelConfig, device: str) 
         UnsupportedModelError, ImportError, ValueError, RolloutError: as ``PipelineLoader`` and the engine.
     """
     entry = ENGINES[rollout.name]
+    set_tf32(model.allow_tf32)
     loader = PipelineLoader(model.path, dtype=model.dtype, device=device, quantization=model.quantization)
     # An engine that reads the weights itself would otherwise hold them twice.
     loaded = loader.model if entry.reads_weights else loader.load()

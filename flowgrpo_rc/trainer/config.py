@@ -102,8 +102,8 @@ class ActorRolloutRefConfig(Section):
 
     nccl_timeout: PositiveFloat = 600.0
     """Seconds that a process waits for the others (NCCL's and gloo's time-out) before it takes them for hung. Longer
-    than any of them may be busy alone, with a reward for instance. An exception of one process ends all of them at
-    once, without this wait."""
+    than any of them may be busy alone, with a reward for instance; at least a minute longer than an engine or a reward
+    server may take to start. An exception of one process ends all of them at once, without this wait."""
 
 
 @documented_fields
@@ -371,6 +371,19 @@ class FlowGRPOConfig(Section):
                     f"the actor's own slices, so set it to {'null' if same is None else same}, as the actor has it, or "
                     "sample with another engine"
                 )
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that a process waits for the others: ``nccl_timeout``, or until all that one of them starts is up."""
+        rollout, server = self.actor_rollout_ref.rollout, self.reward.reward_model
+        starts = [
+            (rollout.placement == "process", rollout.process),
+            (rollout.name == "vllm_omni", rollout.vllm_omni),
+            (server.enable, server),
+        ]
+        # A process that waits in a collective would end the run before the start's own message comes.
+        longest = [one.start_timeout_s + 60 for starts_here, one in starts if starts_here]
+        return max([self.actor_rollout_ref.nccl_timeout, *longest])
 
     @property
     def rollout_seed(self) -> int:

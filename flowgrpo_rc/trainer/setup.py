@@ -15,7 +15,7 @@ from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.data import PromptRecord, PromptSampler
 from flowgrpo_rc.data.prompts import read_prompt_files
-from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.dtypes import set_tf32, torch_dtype
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
@@ -240,11 +240,11 @@ def make_accelerator(config: FlowGRPOConfig, **more: Any) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    timeout = timedelta(seconds=config.actor_rollout_ref.nccl_timeout)
+    set_tf32(config.actor_rollout_ref.model.allow_tf32)
     return Accelerator(
         cpu=config.trainer.device == "cpu",
         mixed_precision=config.trainer.mixed_precision,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.longest_wait))],
         **more,
     )
 

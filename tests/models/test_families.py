@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from tests_support import rows_of, same
-from tiny_families import PROMPTS, TINY, run_overrides
+from tiny_families import PROMPTS, TINY, VARIANTS, run_overrides
 from tiny_families.references import asked, pictures
 from tolerances import LATENT, LOG_PROB, guided
 from torch.testing import assert_close
@@ -37,7 +37,11 @@ LORA = ModelConfig(lora_rank=4, lora_alpha=8)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=list(TINY))
+# A variant shares its code with another family, so that the quick tests leave it out.
+EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in TINY]
+
+
+@pytest.fixture(scope="module", params=EVERY)
 def name(request):
     """Of a family; all tests of one run after the other."""
     return request.param

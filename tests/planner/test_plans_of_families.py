@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_pipelines import PLAIN, write_tiny
-from tiny_families import TINY
+from tiny_families import TINY, VARIANTS
 from torch.overrides import TorchFunctionMode
 
 from flowgrpo_rc.models.config import ModelConfig
@@ -23,18 +23,6 @@ from flowgrpo_rc.sde import log_prob, transition
 pytestmark = pytest.mark.slow
 LORA = ModelConfig(lora_rank=4)
 ROWS = 3
-VARIANTS = {
-    "flux_schnell": "flux_dev",
-    "flux2_klein_references": "flux2_klein",
-    "flux2_dev": "flux2_klein",
-    "flux2_dev_reference": "flux2_klein",
-    "qwen_image_edit": "qwen_image_edit_plus",
-    "qwen_image_edit_plus_2511": "qwen_image_edit_plus",
-    "bria_static": "bria",
-    "sana_with_variance": "sana",
-    "wan_ti2v": "wan",
-}
-"""Families whose blocks are those of another one."""
 
 
 def passes_of(folder, name):

@@ -237,6 +237,7 @@ def test_settings_that_cannot_be(settings, message):
         convert(RolloutConfig, {"tail": settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_sharded_transformer_is_called_equally_often(tiny_model, make_engine, solver, monkeypatch):
     """Whatever the windows are, since other processes wait in every call; the images are the same."""

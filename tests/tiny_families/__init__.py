@@ -74,6 +74,20 @@ class TinyFamily:
     """Arguments of ``check_request`` besides a size of 32, and what the refusal says."""
 
 
+VARIANTS = {
+    "flux_schnell": "flux_dev",
+    "flux2_klein_references": "flux2_klein",
+    "flux2_dev": "flux2_klein",
+    "flux2_dev_reference": "flux2_klein",
+    "qwen_image_edit": "qwen_image_edit_plus",
+    "qwen_image_edit_plus_2511": "qwen_image_edit_plus",
+    "bria_static": "bria",
+    "sana_with_variance": "sana",
+    "wan_ti2v": "wan",
+}
+"""Families whose blocks are those of another one."""
+
+
 def run_overrides(name: str, path: str, folder: Path) -> list[str]:
     """A run of the family's model at ``path`` in float32, guided; the prompts of one with images go to ``folder`` where
     it is not there."""

@@ -10,6 +10,7 @@ from tests_support import TORCHRUN, free_port, overrides_of, run_process
 
 from flowgrpo_rc.cli.errors import TRAINING, exit_code
 from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.setup import make_accelerator
 
 ONE_EACH = (
     "trainer.resume_mode=disable",
@@ -164,3 +165,27 @@ def test_an_exception_of_one_process_ends_all_and_the_launcher_reports_it(small_
 def test_gloos_errors_about_other_processes_are_explained(text, says, capsys):
     assert exit_code(RuntimeError(text), phase=TRAINING) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        ((), 600),
+        (("actor_rollout_ref.nccl_timeout=50",), 50),
+        (("actor_rollout_ref.rollout.placement=process",), 960),
+        (("actor_rollout_ref.rollout.placement=process", "actor_rollout_ref.rollout.process.start_timeout_s=30"), 600),
+        (("reward.reward_model.enable=true", "reward.reward_model.model_path=m"), 1860),
+    ],
+)
+def test_processes_wait_until_all_that_one_of_them_starts_is_up(small_config, overrides, seconds):
+    assert small_config(*overrides).longest_wait == seconds
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tf32_is_set_for_products_and_convolutions(small_config, allowed):
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        make_accelerator(small_config(f"actor_rollout_ref.model.allow_tf32={str(allowed).lower()}"))
+        assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
