@@ -58,7 +58,7 @@ def layers(transformer):
 
 
 def tensors_of(weight):
-    """What a weight consists of."""
+    """The tensors of a weight."""
     if not is_quantized(weight):
         return [weight]
     if hasattr(weight, "quant_state"):
