@@ -42,7 +42,7 @@ from flowgrpo_rc.models.lora import (
     check_adapter_state,
     load_lora,
 )
-from flowgrpo_rc.models.quantization import check_installed, numbers_of
+from flowgrpo_rc.models.quantization import check_packages, numbers_of
 from flowgrpo_rc.sde import Transition, log_prob, transition
 from flowgrpo_rc.transfers import queued_to_host, to_host
 
@@ -67,7 +67,7 @@ def _optimizer_class(name: str) -> Any:
     """The class of an optimizer in ``OPTIMIZERS``."""
     if name == "adamw":
         return torch.optim.AdamW
-    check_installed("bitsandbytes", f"actor_rollout_ref.actor.optim.name: got {name}", "adamw")
+    check_packages(None, name)
     from bitsandbytes.optim import AdamW8bit
 
     return AdamW8bit
@@ -142,13 +142,15 @@ class DiffusionActor:
             self.transformer.compile_repeated_blocks(backend=COMPILE_BACKEND)
         self._parameters = list(adapter_parameters(self.transformer).values())
         optim = config.optim
+        # bitsandbytes' AdamW is one kernel anyway, and has no such option.
+        fused = {"fused": True} if optim.name == "adamw" and accelerator.device.type == "cuda" else {}
         self.optimizer = _optimizer_class(optim.name)(
             self._parameters,
             lr=optim.lr,
             betas=(optim.betas[0], optim.betas[1]),
             eps=optim.eps,
             weight_decay=optim.weight_decay,
-            **({"fused": True} if optim.name == "adamw" and accelerator.device.type == "cuda" else {}),
+            **fused,
         )
         self.lr_scheduler = get_scheduler(
             optim.lr_scheduler_type,

@@ -38,8 +38,8 @@ LESS_MEMORY = (
     "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, actor_rollout_ref.rollout.micro_batch_size, "
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu or the images' size, set "
     "actor_rollout_ref.actor.ppo_micro_batch_rows=1 or "
-    "actor_rollout_ref.model.enable_gradient_checkpointing=true, actor_rollout_ref.model.dtype=bfloat16 or "
-    "actor_rollout_ref.model.quantization=int8 or nf4"
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true, or actor_rollout_ref.model.dtype=bfloat16; "
+    "flowgrpo-rc plan says more, e.g. a base in 8 or 4 bits"
 )
 """Settings with which a run needs less memory."""
 _PEERS = {

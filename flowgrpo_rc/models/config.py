@@ -61,8 +61,9 @@ class ModelConfig(Section):
     lora_dtype: Annotated[str, one_of(TRAINED_DTYPES)] = "float32"
     """Precision of the LoRA weights, their gradients and their optimizer's moments."""
     lora_compute_dtype: Annotated[str, one_of((AUTO, *TRAINED_DTYPES))] = AUTO
-    """Precision of the LoRA's products in the actor. auto: that of the frozen weights, so that an engine in the same
-    precision multiplies the same numbers; the LoRA's weights and their sums stay in ``lora_dtype``."""
+    """Precision of the LoRA's products in the actor. auto: that of the frozen weights, and float32 over float16. An
+    engine in the same precision then multiplies the same numbers. The LoRA's weights and the sums of their gradients
+    stay in ``lora_dtype``."""
     lora_rank: Rank = 16
     """Rank of the LoRA matrices."""
     lora_alpha: PositiveInt = 32
@@ -131,7 +132,10 @@ class ModelConfig(Section):
     @property
     def lora_computes_in(self) -> str:
         """Precision of the LoRA's products in the actor."""
-        return self.dtype if self.lora_compute_dtype == AUTO else self.lora_compute_dtype
+        if self.lora_compute_dtype != AUTO:
+            return self.lora_compute_dtype
+        # Gradients underflow in float16.
+        return self.dtype if self.dtype in TRAINED_DTYPES else "float32"
 
     def checkpoints_gradients(self, parameters: int) -> bool:
         """A transformer of so many parameters recomputes its activations."""

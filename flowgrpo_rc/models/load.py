@@ -18,7 +18,7 @@ from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImage
 from flowgrpo_rc.models.digests import processor_digest, stored_network_digest, tokenizer_digest
 from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError, require_path
 from flowgrpo_rc.models.prompts import pad
-from flowgrpo_rc.models.quantization import LIBRARIES, check_installed, dequantized, finish, loading_options
+from flowgrpo_rc.models.quantization import check_packages, dequantized, finish, loading_options
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.prompt import Prompt, grey_image
@@ -82,8 +82,7 @@ class PipelineLoader:
     ) -> None:
         import diffusers
 
-        if quantization is not None:
-            check_installed(LIBRARIES[quantization], f"actor_rollout_ref.model.quantization: got {quantization}")
+        check_packages(quantization, "adamw")
         self._files = files = pipeline_files(path)
         pipeline_class = getattr(diffusers, files.class_name)
         self._classes = {part.name: _class_of(files, part) for part in files.parts}
@@ -327,7 +326,7 @@ def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any, optio
     """A network with every weight from its files. The libraries only warn of missing, surplus and misshaped weights,
     and leave missing ones at random values."""
     file, variant = files.weights(part)
-    options |= {"variant": variant} if variant else {}
+    options = options | ({"variant": variant} if variant else {})
     # The two libraries name the same option differently.
     options["dtype" if part.library == "transformers" else "torch_dtype"] = dtype
     with _explaining(files, f"{part.name}/config.json and {Path(file).name} do not give a {part.class_name}"):

@@ -99,7 +99,10 @@ def attach_lora(
         # peft would convert a layer's input to the weights' dtype, for all of its adapters alike.
         layer.cast_input_dtype_enabled = False
         for matrices in (layer.lora_A, layer.lora_B):
-            matrices[adapter] = _LoraMatrix(matrices[adapter].weight, compute_dtype or dtype)
+            for name, matrix in list(matrices.items()):
+                if not isinstance(matrix, _LoraMatrix):
+                    own = compute_dtype or dtype if name == adapter else matrix.weight.dtype
+                    matrices[name] = _LoraMatrix(matrix.weight, own)
 
 
 class _LoraMatrix(nn.Linear):

@@ -35,6 +35,14 @@ def check_installed(library: str, setting: str, without: str = "null") -> None:
         )
 
 
+def check_packages(quantization: str | None, optimizer: str) -> None:
+    """Raise ``UnsupportedModelError`` unless the packages are installed that a run's base and optimizer need."""
+    if quantization is not None:
+        check_installed(LIBRARIES[quantization], f"actor_rollout_ref.model.quantization: got {quantization}")
+    if optimizer == "adamw_8bit":
+        check_installed("bitsandbytes", f"actor_rollout_ref.actor.optim.name: got {optimizer}", "adamw")
+
+
 def loading_options(quantization: str, transformer: nn.Module, device: torch.device, dtype: torch.dtype) -> dict:
     """Arguments for ``from_pretrained`` that round the linear layers of the transformer's blocks.
 
@@ -49,14 +57,11 @@ def loading_options(quantization: str, transformer: nn.Module, device: torch.dev
     if quantization == "nf4":
         from diffusers import BitsAndBytesConfig
 
-        _patch_bitsandbytes()
-        # diffusers would keep every layer with such a name, also those in a block.
-        kept = [name for name in outside if not any(name in layer.split(".") for layer in inside)]
+        _patch_bitsandbytes(outside)
         config: Any = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=dtype,
-            llm_int8_skip_modules=kept,
         )
         return {"quantization_config": config, "device_map": {"": device}}
     from diffusers import TorchAoConfig
@@ -81,14 +86,22 @@ def block_layers(transformer: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _patch_bitsandbytes() -> None:
-    """Have diffusers load bitsandbytes' weights on a CPU too, and refuse weights that are not finite."""
+def _patch_bitsandbytes(kept: list[str]) -> None:
+    """Have diffusers load bitsandbytes' weights on a CPU too, leave the layers with the full names ``kept`` as they
+    are, and refuse weights that are not finite."""
     from diffusers.quantizers import auto
     from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
 
     class Quantizer(BnB4BitDiffusersQuantizer):
         def validate_environment(self, *_args: Any, **_kwargs: Any) -> None:
             """diffusers asks for a GPU, though bitsandbytes has kernels for a CPU."""
+
+        def _process_model_before_weight_loading(self, model: Any, *args: Any, **more: Any) -> None:
+            layers = {name: model.get_submodule(name) for name in kept}
+            super()._process_model_before_weight_loading(model, *args, **more)
+            # By names diffusers cannot tell FLUX's last ``proj_out`` from those of its blocks.
+            for name, layer in layers.items():
+                model.set_submodule(name, layer)
 
         def create_quantized_param(self, model: Any, param_value: Any, param_name: str, *args: Any, **more: Any) -> Any:
             # Rounding would turn NaN into some number.

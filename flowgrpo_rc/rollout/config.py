@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rollout.cache import CacheConfig
 from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.rollout.tail import TailConfig
@@ -551,3 +552,18 @@ def device_groups(devices: list[str]) -> list[tuple[str, ...]]:
         if device != "cpu" and named.count(device) > 1:
             raise ValueError(f"{field}: names {device} twice; two engines would share its memory, so give each its own")
     return groups
+
+
+def rounded_base_problems(model: ModelConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """What an engine that samples with the actor's rounded weights cannot have."""
+    # A second form of rounded weights would need the unrounded ones.
+    same = {"quantization": None, "dtype": model.dtype}
+    if not rollout.is_elsewhere:
+        same["rollout_attn_backend"] = model.attn_backend
+    for name, value in same.items():
+        if getattr(rollout, name) != value:
+            yield (
+                f"rollout.{name}: got {getattr(rollout, name)} with model.quantization={model.quantization}; the "
+                f"{rollout.name} engine samples with the actor's rounded weights, so set it to "
+                f"{'null' if value is None else value}, as the actor has it"
+            )

@@ -212,8 +212,9 @@ def _copy_transformer(transformer: nn.Module) -> nn.Module:
 def _convert(transformer: nn.Module, dtype: torch.dtype) -> None:
     """Bring a base model into ``dtype``."""
     for name, parameter in transformer.named_parameters():
-        # In place, so that no second set of all parameters ever exists.
-        parameter.data = parameter.data.to(_held_in(transformer, name, dtype))
+        # In place, so that no second set of all parameters ever exists. Packed codes of a rounded base are no numbers.
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(_held_in(transformer, name, dtype))
     for module in transformer.modules():
         for name, buffer in module.named_buffers(recurse=False):
             # Buffers that are in no file keep the dtype in which the class makes them.

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from flowgrpo_rc.actor.config import OPTIMIZERS
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models import DiffusionModel
 from flowgrpo_rc.models.digests import spread, values_digest
@@ -199,7 +198,8 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
 def _check_optimizer(name: str, tensors: Mapping[str, Any]) -> None:
     """Raise ``CheckpointError`` for moments of the other optimizer."""
     moments = tensors.get("optimizer", {}).get("state", {})
-    saved = OPTIMIZERS[any(BITSANDBYTES_STATE in state for state in moments.values())]
+    in_8_bits = any(BITSANDBYTES_STATE in state for state in moments.values())
+    saved = "adamw_8bit" if in_8_bits else "adamw"
     if moments and saved != name:
         raise CheckpointError(
             f"actor_rollout_ref.actor.optim.name: got {name}, but the checkpoint has the moments of {saved}; set it to "

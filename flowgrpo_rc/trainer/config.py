@@ -14,7 +14,7 @@ from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.objectives import DEFAULT, averages_old_policy
 from flowgrpo_rc.models.config import FSDP_FIELD, ModelConfig
 from flowgrpo_rc.rewards.config import RewardConfig
-from flowgrpo_rc.rollout.config import IN_TRAINER, RolloutConfig
+from flowgrpo_rc.rollout.config import IN_TRAINER, RolloutConfig, rounded_base_problems
 from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.section import (
     Check,
@@ -102,8 +102,9 @@ class ActorRolloutRefConfig(Section):
 
     nccl_timeout: PositiveFloat = 600.0
     """Seconds that a process waits for the others (NCCL's and gloo's time-out) before it takes them for hung. Longer
-    than any of them may be busy alone, with a reward for instance; at least a minute longer than an engine or a reward
-    server may take to start. An exception of one process ends all of them at once, without this wait."""
+    than any of them may be busy alone, with a reward for instance. It is raised to a minute above the
+    ``start_timeout_s`` of engines and reward servers that the run starts. An exception of one process ends all of them
+    at once, without this wait."""
 
 
 @documented_fields
@@ -343,17 +344,7 @@ class FlowGRPOConfig(Section):
         if not ENGINES[rollout.name].takes_actors_transformer:
             return
         if rounded is not None:
-            # A second form of rounded weights would need the unrounded ones.
-            same = {"quantization": None, "dtype": parts.model.dtype}
-            if not rollout.is_elsewhere:
-                same["rollout_attn_backend"] = parts.model.attn_backend
-            for name, value in same.items():
-                if getattr(rollout, name) != value:
-                    yield (
-                        f"rollout.{name}: got {getattr(rollout, name)} with model.quantization={rounded}; the "
-                        f"{rollout.name} engine samples with the actor's rounded weights, so set it to "
-                        f"{'null' if value is None else value}, as the actor has it"
-                    )
+            yield from rounded_base_problems(parts.model, rollout)
         if not fsdp.shard or rollout.is_elsewhere:
             return
         if rollout.cache.name is not None:
@@ -377,7 +368,7 @@ class FlowGRPOConfig(Section):
         """Seconds that a process waits for the others: ``nccl_timeout``, or until all that one of them starts is up."""
         rollout, server = self.actor_rollout_ref.rollout, self.reward.reward_model
         starts = [
-            (rollout.placement == "process", rollout.process),
+            (rollout.is_elsewhere, rollout.process),
             (rollout.name == "vllm_omni", rollout.vllm_omni),
             (server.enable, server),
         ]

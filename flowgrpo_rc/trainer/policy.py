@@ -16,13 +16,16 @@ from flowgrpo_rc.actor.noising import noise_images
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.dtypes import set_tf32
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models import Conditioning, ModelConfig, PipelineLoader, PromptEncoder
 from flowgrpo_rc.models.lora import save_lora
 from flowgrpo_rc.models.prompt_store import open_store
 from flowgrpo_rc.models.prompts import check_length
+from flowgrpo_rc.models.quantization import check_packages
 from flowgrpo_rc.prompt import Prompt, as_prompt
 from flowgrpo_rc.rollout import RolloutConfig, RolloutRequest, build_engine
+from flowgrpo_rc.rollout.config import rounded_base_problems
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, START, WINDOW, generator_for, seed_for
 from flowgrpo_rc.sde import draw_window_start
@@ -93,6 +96,11 @@ class ImagePolicy:
         if sampling.staleness:
             raise ValueError("ahead, adapter_lag: only the trainer draws with an older LoRA; leave them at 0")
         pipeline = sampling.pipeline
+        if lora.quantization is not None:
+            for problem in rounded_base_problems(lora, sampling):
+                raise ValueError(problem)
+        check_packages(lora.quantization, config.optim.name)
+        set_tf32(lora.allow_tf32)
         accelerator = Accelerator(cpu=device == "cpu")
         loader = PipelineLoader(lora.path, dtype=lora.dtype, device=accelerator.device, quantization=lora.quantization)
         guidance = (pipeline.guidance_scale, pipeline.true_cfg_scale)

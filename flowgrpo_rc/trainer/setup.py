@@ -22,6 +22,7 @@ from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
 from flowgrpo_rc.models.attention import check_attention_backend
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import AS_ROLLOUT, ModelConfig
+from flowgrpo_rc.models.quantization import check_packages
 from flowgrpo_rc.models.sharding import check_sharding, processes_on_node, shard_base
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
@@ -64,6 +65,7 @@ class Run:
         _check_trackers(config.trainer.logger)
         # An engine that is not installed is refused before anything is loaded.
         check_engine(config.actor_rollout_ref.rollout.name)
+        check_packages(lora.quantization, config.actor_rollout_ref.actor.optim.name)
         pipeline_class = check_pipeline(lora.path)
         if lora.lora_adapter_path:
             check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)

@@ -82,6 +82,26 @@ def test_products_in_bfloat16_from_float32_weights(tiny_model):
         assert torch.equal(weight.grad, theirs.grad.float())
 
 
+def test_float16_has_no_products_of_its_own():
+    assert [ModelConfig(dtype=d).lora_computes_in for d in ("float32", "bfloat16", "float16")] == [
+        *("float32", "bfloat16", "float32")
+    ]
+    assert ModelConfig(dtype="bfloat16", lora_compute_dtype="float32").lora_computes_in == "float32"
+
+
+def test_an_adapter_beside_others_leaves_them_as_they_are(tiny_model):
+    """Of other target modules, and of a float32 adapter that peft made on a bfloat16 base."""
+    transformer = tiny_model.transformer.to(torch.bfloat16)
+    attach_lora(transformer, tiny_model, LORA, dtype=torch.float32, adapter="theirs")
+    layer = transformer.get_submodule("transformer_blocks.0.attn.to_q")
+    layer.lora_A["theirs"] = torch.nn.Linear(layer.in_features, LORA.lora_rank, bias=False)
+    x = torch.ones(1, layer.in_features, dtype=torch.bfloat16)
+    narrow = ModelConfig(lora_rank=2, lora_alpha=2, target_modules=["to_q"])
+    attach_lora(transformer, tiny_model, narrow, dtype=torch.bfloat16, adapter="other")
+    with adapter_active(transformer, "theirs"):
+        assert layer(x).isfinite().all()
+
+
 def test_load_refuses_another_adapter(tiny_model, tmp_path):
     with pytest.raises(AdapterMismatchError, match=r"holds no pytorch_lora_weights.safetensors"):
         load_lora(tiny_model.transformer, tmp_path)

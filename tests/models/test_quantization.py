@@ -17,7 +17,14 @@ from flowgrpo_rc.models.base import compute_dtype
 from flowgrpo_rc.models.config import BASE_QUANTIZATIONS
 from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.models.lora import adapter_parameters, attach_lora
-from flowgrpo_rc.models.quantization import NF4_BLOCK, QuantizedLinear, dequantized, is_quantized, numbers_of
+from flowgrpo_rc.models.quantization import (
+    NF4_BLOCK,
+    QuantizedLinear,
+    block_layers,
+    dequantized,
+    is_quantized,
+    numbers_of,
+)
 from flowgrpo_rc.planner.live_bytes import LiveBytes
 from flowgrpo_rc.planner.passes import Passes
 from flowgrpo_rc.planner.pipeline import FakePipeline
@@ -136,6 +143,13 @@ def test_autograd_keeps_no_dequantised_weight(rounded):
     assert max(kept, default=0) < numbers_of(layer.weight)
 
 
+@pytest.mark.parametrize("name", ["flux_dev", "stable_diffusion_3", "z_image"])
+def test_layers_outside_of_blocks_stay_whatever_their_names_are(name, quantization, folder_of_family):
+    transformer = load_model(folder_of_family(name), dtype="bfloat16", quantization=quantization).transformer
+    rounded = {name for name, layer in layers(transformer).items() if is_quantized(layer.weight)}
+    assert rounded == block_layers(transformer).keys()
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_plan_has_the_bytes_of_weights_and_update(quantization, recompute):
     asked = RolloutConfig(pipeline=PipelineConfig(height=64, width=64, max_sequence_length=64))
@@ -206,10 +220,20 @@ def test_a_run_has_no_gap_and_resumes_to_the_same_numbers(quantization, small_co
     assert rows_of(FlowGRPOTrainer(small_config(*rounded, *auto, folder="parts")).fit().root) == rows_of(whole)
 
 
+@pytest.mark.run
+def test_an_engine_elsewhere_may_have_another_attention_backend(quantization, small_config):
+    model, rollout = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+    settings = [f"{model}.dtype=bfloat16", f"{model}.quantization={quantization}", f"{rollout}.dtype=bfloat16"]
+    settings += [f"{rollout}.placement=process", f"{rollout}.rollout_attn_backend=_native_math"]
+    steps = [row for row in rows_of(FlowGRPOTrainer(small_config(*settings)).fit().root) if "reward/mean" in row]
+    assert len(steps) == 2
+    assert all(row["rollout_sync/engine_gap_abs_mean"] < 1e-3 for row in steps)
+
+
 def test_moments_in_8_bits_learn_as_adamw_does():
     """The same gradients move a matrix as far, up to the rounding of moments; a small one to float32's rounding."""
     generator = torch.Generator().manual_seed(0)
-    for shape, tolerance in (((64, 128), 0.05), ((16, 16), 1e-6)):
+    for shape, tolerance, kind in (((64, 128), 0.05, torch.uint8), ((16, 16), 1e-6, torch.float32)):
         weights = [torch.nn.Parameter(torch.zeros(shape)) for _ in OPTIMIZERS]
         steps = [_optimizer_class(name)([w], lr=1e-3) for name, w in zip(OPTIMIZERS, weights, strict=True)]
         for _ in range(20):
@@ -218,4 +242,5 @@ def test_moments_in_8_bits_learn_as_adamw_does():
                 weight.grad = gradient.clone()
                 step.step()
         plain, rounded = weights
+        assert steps[1].state[rounded]["state1"].dtype == kind
         assert (rounded - plain).norm() < tolerance * plain.norm()

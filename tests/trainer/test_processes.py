@@ -174,6 +174,7 @@ def test_gloos_errors_about_other_processes_are_explained(text, says, capsys):
         (("actor_rollout_ref.nccl_timeout=50",), 50),
         (("actor_rollout_ref.rollout.placement=process",), 960),
         (("actor_rollout_ref.rollout.placement=process", "actor_rollout_ref.rollout.process.start_timeout_s=30"), 600),
+        (("actor_rollout_ref.rollout.placement=ray",), 960),
         (("reward.reward_model.enable=true", "reward.reward_model.model_path=m"), 1860),
     ],
 )
