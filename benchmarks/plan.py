@@ -191,17 +191,17 @@ def load_rounded(path: str, quantization: str) -> tuple[Any, dict[str, float]]:
     from accelerate import init_empty_weights
     from diffusers import QwenImageTransformer2DModel
 
-    from flowgrpo_rc.models.quantization import finish, loading_options
+    from flowgrpo_rc.models.quantization import loading_options, replace_rounded_layers
 
     class_ = QwenImageTransformer2DModel
     with init_empty_weights():
         empty = class_(**TRANSFORMER)
-    options = loading_options(quantization, empty, torch.device("cpu"), torch.bfloat16)
-    before = resident()
-    reader = Resident()
-    reader.start()
-    transformer = class_.from_pretrained(path, subfolder="transformer", torch_dtype=torch.bfloat16, **options)
-    finish(transformer.requires_grad_(False))
+    with loading_options(quantization, empty, torch.device("cpu"), torch.bfloat16) as options:
+        before = resident()
+        reader = Resident()
+        reader.start()
+        transformer = class_.from_pretrained(path, subfolder="transformer", torch_dtype=torch.bfloat16, **options)
+    replace_rounded_layers(transformer.requires_grad_(False))
     reader.done.set()
     reader.join()
     gc.collect()

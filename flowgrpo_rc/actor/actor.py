@@ -67,7 +67,7 @@ def _optimizer_class(name: str) -> Any:
     """The class of an optimizer in ``OPTIMIZERS``."""
     if name == "adamw":
         return torch.optim.AdamW
-    check_packages(None, name)
+    check_packages(optimizer=name)
     from bitsandbytes.optim import AdamW8bit
 
     return AdamW8bit

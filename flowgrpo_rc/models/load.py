@@ -18,7 +18,7 @@ from flowgrpo_rc.models.base import Conditioning, DiffusionModel, NonFiniteImage
 from flowgrpo_rc.models.digests import processor_digest, stored_network_digest, tokenizer_digest
 from flowgrpo_rc.models.parts import FIELD, INDEX, Part, PipelineFiles, UnsupportedModelError, require_path
 from flowgrpo_rc.models.prompts import pad
-from flowgrpo_rc.models.quantization import check_packages, dequantized, finish, loading_options
+from flowgrpo_rc.models.quantization import check_packages, dequantized, loading_options, replace_rounded_layers
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.prompt import Prompt, grey_image
@@ -82,7 +82,7 @@ class PipelineLoader:
     ) -> None:
         import diffusers
 
-        check_packages(quantization, "adamw")
+        check_packages(quantization)
         self._files = files = pipeline_files(path)
         pipeline_class = getattr(diffusers, files.class_name)
         self._classes = {part.name: _class_of(files, part) for part in files.parts}
@@ -209,7 +209,7 @@ class PipelineLoader:
         # The transformer last: a fault of the VAE shows before its gigabytes are read.
         for part in sorted(parts, key=lambda part: part.name == "transformer"):
             with quiet_loading("diffusers", "transformers"):
-                network = self._load_weights(part)
+                network = self._read_network(part)
             network.requires_grad_(False).eval()
             # The check reads every weight, which is quicker on the device.
             network.to("cpu" if shard and part.name == "transformer" else self._device)
@@ -219,16 +219,15 @@ class PipelineLoader:
             # Pipelines read some settings of a part when it is registered.
             self._pipe.register_modules(**{part.name: network})
 
-    def _load_weights(self, part: Part) -> Any:
-        options: dict[str, Any] = {}
+    def _read_network(self, part: Part) -> Any:
+        kind = self._classes[part.name]
         dtype = torch_dtype(self._dtype)
-        quantization = self._quantization if part.name == "transformer" else None
-        if quantization is not None:
-            empty = getattr(self._pipe, part.name)
-            options = loading_options(quantization, empty, torch.device(self._device), dtype)
-        network = _load_weights(self._files, part, self._classes[part.name], dtype, options)
-        if quantization is not None:
-            finish(network)
+        if self._quantization is None or part.name != "transformer":
+            return _load_weights(self._files, part, kind, dtype, {})
+        empty = self._pipe.transformer
+        with loading_options(self._quantization, empty, torch.device(self._device), dtype) as options:
+            network = _load_weights(self._files, part, kind, dtype, options)
+        replace_rounded_layers(network)
         return network
 
     @torch.no_grad()

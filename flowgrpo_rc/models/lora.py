@@ -89,7 +89,7 @@ def attach_lora(
     with warnings.catch_warnings():
         # A second adapter on one model is meant: see ``DiffusersEngine``.
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        # It says that a quantised layer cannot be merged with its LoRA, which nothing here does.
+        # A quantised layer cannot be merged with its LoRA, and nothing here merges in place.
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")
         transformer.add_adapter(settings, adapter_name=adapter)
     for parameter in adapter_parameters(transformer, adapter).values():

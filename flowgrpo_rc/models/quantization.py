@@ -6,17 +6,17 @@ quantisation configurations. Actor and engine then multiply by the same rounded 
 off-policy gap. The LoRA learns on top of it (QLoRA, arXiv 2305.14314).
 """
 
-import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowgrpo_rc.models.config import BASE_QUANTIZATIONS
 from flowgrpo_rc.models.parts import UnsupportedModelError
 
-FIELD = "actor_rollout_ref.model.quantization"
 LIBRARIES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
 """The package that rounds to each of ``BASE_QUANTIZATIONS``."""
 WIDE_COPIES = {"int8": 1, "fp8": 2, "nf4": 0}
@@ -25,26 +25,26 @@ NF4_BLOCK = 64
 """Weights that share a scale in ``nf4``."""
 
 
-def check_installed(library: str, setting: str, without: str = "null") -> None:
-    """Raise ``UnsupportedModelError`` unless ``library`` is installed; imports nothing. ``setting`` needs it, and its
-    value ``without`` does not."""
-    if importlib.util.find_spec(library) is None:
-        raise UnsupportedModelError(
-            f"{setting}, which needs {library}, and that is not installed; pip install '.[quantization]' in a "
-            f"checkout, or set it to {without}"
-        )
-
-
-def check_packages(quantization: str | None, optimizer: str) -> None:
-    """Raise ``UnsupportedModelError`` unless the packages are installed that a run's base and optimizer need."""
+def check_packages(quantization: str | None = None, optimizer: str = "adamw") -> None:
+    """Raise ``UnsupportedModelError`` unless the packages are installed that base and optimizer need; imports none."""
+    needed = []
     if quantization is not None:
-        check_installed(LIBRARIES[quantization], f"actor_rollout_ref.model.quantization: got {quantization}")
+        needed.append(("model.quantization", quantization, LIBRARIES[quantization], "null"))
     if optimizer == "adamw_8bit":
-        check_installed("bitsandbytes", f"actor_rollout_ref.actor.optim.name: got {optimizer}", "adamw")
+        needed.append(("actor.optim.name", optimizer, "bitsandbytes", "adamw"))
+    for field, value, library, without in needed:
+        if find_spec(library) is None:
+            raise UnsupportedModelError(
+                f"actor_rollout_ref.{field}: got {value}, which needs {library}, and that is not installed; "
+                f"pip install '.[quantization]' in a checkout, or set it to {without}"
+            )
 
 
-def loading_options(quantization: str, transformer: nn.Module, device: torch.device, dtype: torch.dtype) -> dict:
-    """Arguments for ``from_pretrained`` that round the linear layers of the transformer's blocks.
+@contextmanager
+def loading_options(
+    quantization: str, transformer: nn.Module, device: torch.device, dtype: torch.dtype
+) -> Iterator[dict[str, Any]]:
+    """Arguments for a ``from_pretrained`` inside ``with``, which then rounds the layers of the transformer's blocks.
 
     Args:
         quantization: one of ``BASE_QUANTIZATIONS``.
@@ -57,20 +57,17 @@ def loading_options(quantization: str, transformer: nn.Module, device: torch.dev
     if quantization == "nf4":
         from diffusers import BitsAndBytesConfig
 
-        _patch_bitsandbytes(outside)
-        config: Any = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=dtype,
-        )
-        return {"quantization_config": config, "device_map": {"": device}}
+        config: Any = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+        with _own_quantizer(outside):
+            yield {"quantization_config": config, "device_map": {"": device}}
+        return
     from diffusers import TorchAoConfig
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
     kind = Int8WeightOnlyConfig() if quantization == "int8" else Float8WeightOnlyConfig()
     config = TorchAoConfig(kind, modules_to_not_convert=[f"{name}.weight" for name in outside])
     # With a device map diffusers leaves what goes to the host unrounded.
-    return {"quantization_config": config} | ({} if device.type == "cpu" else {"device_map": {"": device}})
+    yield {"quantization_config": config} | ({} if device.type == "cpu" else {"device_map": {"": device}})
 
 
 def block_layers(transformer: nn.Module) -> dict[str, nn.Linear]:
@@ -86,9 +83,10 @@ def block_layers(transformer: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _patch_bitsandbytes(kept: list[str]) -> None:
-    """Have diffusers load bitsandbytes' weights on a CPU too, leave the layers with the full names ``kept`` as they
-    are, and refuse weights that are not finite."""
+@contextmanager
+def _own_quantizer(kept: list[str]) -> Iterator[None]:
+    """Inside, diffusers loads bitsandbytes' weights on a CPU too, leaves the layers with the full names ``kept`` as
+    they are, and refuses weights that are not finite."""
     from diffusers.quantizers import auto
     from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
 
@@ -109,7 +107,13 @@ def _patch_bitsandbytes(kept: list[str]) -> None:
                 raise UnsupportedModelError(f"{param_name} holds values that are not finite")
             return super().create_quantized_param(model, param_value, param_name, *args, **more)
 
-    auto.AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = Quantizer
+    name = "bitsandbytes_4bit"
+    before = auto.AUTO_QUANTIZER_MAPPING[name]
+    auto.AUTO_QUANTIZER_MAPPING[name] = Quantizer
+    try:
+        yield
+    finally:
+        auto.AUTO_QUANTIZER_MAPPING[name] = before
 
 
 class QuantizedLinear(nn.Linear):
@@ -142,7 +146,7 @@ class _Product(torch.autograd.Function):
         return gradients[0] @ ctx.layer.dense(), None
 
 
-def finish(transformer: nn.Module) -> None:
+def replace_rounded_layers(transformer: nn.Module) -> None:
     """Turn the rounded layers of a loaded transformer into ``QuantizedLinear``."""
     for module in transformer.modules():
         if isinstance(module, nn.Linear) and is_quantized(module.weight):
@@ -182,6 +186,3 @@ def held_bytes(quantization: str, out: int, inputs: int) -> int:
         return -(-numbers // 2) + 4 * -(-numbers // NF4_BLOCK)
     # torchao has a scale a row, and in int8 a zero point of a byte.
     return numbers + out * (5 if quantization == "int8" else 4)
-
-
-assert LIBRARIES.keys() == {*BASE_QUANTIZATIONS}

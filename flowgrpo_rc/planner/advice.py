@@ -88,7 +88,7 @@ def _by_cost(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[dict[str, Any], str
     # Weights are rounded whole and for one engine: the actor's own transformer.
     if model.dtype == "bfloat16" and run.shares_weights and same_attention and not (fsdp.shard or model.torch_compile):
         if model.quantization is None:
-            yield {f"{MODEL}.quantization": "int8"}, "the base in 8 bits; an image takes a little more time"
+            yield {f"{MODEL}.quantization": "int8"}, "the base in 8 bits"
         if model.quantization != "nf4":
             yield {f"{MODEL}.quantization": "nf4"}, "the base in 4 bits"
     if run.actor.optim.name != "adamw_8bit":

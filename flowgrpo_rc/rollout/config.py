@@ -554,16 +554,24 @@ def device_groups(devices: list[str]) -> list[tuple[str, ...]]:
     return groups
 
 
-def rounded_base_problems(model: ModelConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """What an engine that samples with the actor's rounded weights cannot have."""
-    # A second form of rounded weights would need the unrounded ones.
+def shared_weights_problems(model: ModelConfig, rollout: RolloutConfig, reason: str) -> Iterator[str]:
+    """Settings of an engine that rule out the actor's own weights; ``reason`` says why it must have these."""
     same = {"quantization": None, "dtype": model.dtype}
+    # An engine elsewhere has a transformer of its own, whose attention is its own too.
     if not rollout.is_elsewhere:
         same["rollout_attn_backend"] = model.attn_backend
     for name, value in same.items():
         if getattr(rollout, name) != value:
             yield (
-                f"rollout.{name}: got {getattr(rollout, name)} with model.quantization={model.quantization}; the "
-                f"{rollout.name} engine samples with the actor's rounded weights, so set it to "
-                f"{'null' if value is None else value}, as the actor has it"
+                f"rollout.{name}: got {getattr(rollout, name)}; {reason}, so set it to "
+                f"{'null' if value is None else value}, as the actor has it, or sample with another engine"
             )
+
+
+def rounded_base_problems(model: ModelConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Settings of an engine that rule out the actor's rounded weights."""
+    if model.quantization is not None and ENGINES[rollout.name].takes_actors_transformer:
+        # A second form of the weights would need the unrounded ones.
+        setting = f"with model.quantization={model.quantization}"
+        reason = f"{setting} the {rollout.name} engine samples with the actor's rounded weights"
+        yield from shared_weights_problems(model, rollout, reason)

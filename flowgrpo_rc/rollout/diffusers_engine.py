@@ -87,8 +87,10 @@ class DiffusersEngine:
         # A shared transformer has one attention backend, and the actor sets it.
         same_attention = (attn_backend or NATIVE) == (lora.attn_backend or NATIVE)
         # Every difference in precision or kernels needs weights of its own.
-        held = {name: p for name, p in base_parameters(model.transformer).items() if p.is_floating_point()}
-        same_dtype = all(p.dtype == _held_in(model.transformer, name, dtype) for name, p in held.items())
+        held = base_parameters(model.transformer).items()
+        same_dtype = all(
+            p.dtype == _held_in(model.transformer, name, dtype) for name, p in held if p.is_floating_point()
+        )
         self._shares = not self._quantized and same_attention and same_dtype
         self.transformer: Any = model.transformer if self._shares or alone else _copy_transformer(model.transformer)
         if not self._shares:

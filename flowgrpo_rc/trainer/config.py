@@ -14,7 +14,7 @@ from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.objectives import DEFAULT, averages_old_policy
 from flowgrpo_rc.models.config import FSDP_FIELD, ModelConfig
 from flowgrpo_rc.rewards.config import RewardConfig
-from flowgrpo_rc.rollout.config import IN_TRAINER, RolloutConfig, rounded_base_problems
+from flowgrpo_rc.rollout.config import IN_TRAINER, RolloutConfig, rounded_base_problems, shared_weights_problems
 from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.section import (
     Check,
@@ -341,11 +341,8 @@ class FlowGRPOConfig(Section):
                 f"model.quantization: got {rounded} with a sharded transformer, whose slices are not rounded; set it "
                 f"to null, or {FSDP_FIELD}.shard=false"
             )
-        if not ENGINES[rollout.name].takes_actors_transformer:
-            return
-        if rounded is not None:
-            yield from rounded_base_problems(parts.model, rollout)
-        if not fsdp.shard or rollout.is_elsewhere:
+        yield from rounded_base_problems(parts.model, rollout)
+        if not fsdp.shard or rollout.is_elsewhere or not ENGINES[rollout.name].takes_actors_transformer:
             return
         if rollout.cache.name is not None:
             yield (
@@ -353,20 +350,14 @@ class FlowGRPOConfig(Section):
                 f"block leaves the others waiting for its weights. Set it to null, or {FSDP_FIELD}.shard=false"
             )
         # Sharded weights exist once, so engine and actor cannot hold them in two forms.
-        actors = {"quantization": None, "dtype": parts.model.dtype, "rollout_attn_backend": parts.model.attn_backend}
-        for name, same in actors.items():
-            value = getattr(rollout, name)
-            if value != same:
-                yield (
-                    f"rollout.{name}: got {value}; with {FSDP_FIELD}.shard=true the {rollout.name} engine samples with "
-                    f"the actor's own slices, so set it to {'null' if same is None else same}, as the actor has it, or "
-                    "sample with another engine"
-                )
+        reason = f"with {FSDP_FIELD}.shard=true the {rollout.name} engine samples with the actor's own slices"
+        yield from shared_weights_problems(parts.model, rollout, reason)
 
     @property
     def longest_wait(self) -> float:
         """Seconds that a process waits for the others: ``nccl_timeout``, or until all that one of them starts is up."""
-        rollout, server = self.actor_rollout_ref.rollout, self.reward.reward_model
+        rollout = self.actor_rollout_ref.rollout
+        server = self.reward.reward_model
         starts = [
             (rollout.is_elsewhere, rollout.process),
             (rollout.name == "vllm_omni", rollout.vllm_omni),

@@ -96,9 +96,8 @@ class ImagePolicy:
         if sampling.staleness:
             raise ValueError("ahead, adapter_lag: only the trainer draws with an older LoRA; leave them at 0")
         pipeline = sampling.pipeline
-        if lora.quantization is not None:
-            for problem in rounded_base_problems(lora, sampling):
-                raise ValueError(problem)
+        for problem in rounded_base_problems(lora, sampling):
+            raise ValueError(problem)
         check_packages(lora.quantization, config.optim.name)
         set_tf32(lora.allow_tf32)
         accelerator = Accelerator(cpu=device == "cpu")

@@ -252,6 +252,10 @@ def test_a_scorer_of_verl_omnis_that_is_there_is_used_as_it_is(tmp_path):
         ([f"{A}.fsdp_config.model_dtype=fp32"], [f"{M}.dtype=float32"]),
         ([f"{M}.dtype=fp16"], [f"{M}.dtype=float16"]),
         ([f"{M}.lora_dtype=null"], [f"{M}.lora_dtype=float32"]),
+        *(([f"{A}.optim.name={name}"], [f"{A}.optim.name=adamw"]) for name in ("AdamW", "torch.optim", "null")),
+        ([f"{A}.optim.name=AdamW8bit"], [f"{A}.optim.name=adamw_8bit"]),
+        (["+train.use_8bit_adam=true"], [f"{A}.optim.name=adamw_8bit"]),
+        (["+allow_tf32=true"], [f"{M}.allow_tf32=true"]),
         ([f"{A}.fsdp_config.mixed_precision.param_dtype=bf16"], ["trainer.mixed_precision=bf16"]),
         ([f"{A}.fsdp_config={{model_dtype: bf16, optimizer_offload: true}}"], [f"{M}.dtype=bfloat16"]),
         ([f"{A}.clip_ratio=0.01", f"{A}.clip_ratio_high=0.02"], [

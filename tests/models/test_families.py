@@ -37,7 +37,7 @@ LORA = ModelConfig(lora_rank=4, lora_alpha=8)
 CPU = torch.device("cpu")
 
 
-# A variant shares its code with another family, so that the quick tests leave it out.
+# A variant has the blocks of another family, so that the quick tests leave it out.
 EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in TINY]
 
 

@@ -90,16 +90,21 @@ def test_float16_has_no_products_of_its_own():
 
 
 def test_an_adapter_beside_others_leaves_them_as_they_are(tiny_model):
-    """Of other target modules, and of a float32 adapter that peft made on a bfloat16 base."""
+    """With fewer target modules, beside a float32 adapter whose matrices peft made."""
     transformer = tiny_model.transformer.to(torch.bfloat16)
     attach_lora(transformer, tiny_model, LORA, dtype=torch.float32, adapter="theirs")
     layer = transformer.get_submodule("transformer_blocks.0.attn.to_q")
-    layer.lora_A["theirs"] = torch.nn.Linear(layer.in_features, LORA.lora_rank, bias=False)
-    x = torch.ones(1, layer.in_features, dtype=torch.bfloat16)
+    first = layer.lora_A["theirs"].weight
+    second = torch.nn.init.normal_(layer.lora_B["theirs"].weight)
+    for matrices, weight in ((layer.lora_A, first), (layer.lora_B, second)):
+        matrices["theirs"] = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        matrices["theirs"].weight = weight
     narrow = ModelConfig(lora_rank=2, lora_alpha=2, target_modules=["to_q"])
     attach_lora(transformer, tiny_model, narrow, dtype=torch.bfloat16, adapter="other")
+    x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    change = x.float() @ first.T @ second.T * (LORA.lora_alpha / LORA.lora_rank)
     with adapter_active(transformer, "theirs"):
-        assert layer(x).isfinite().all()
+        assert_close(layer(x), (layer.base_layer(x) + change).bfloat16(), rtol=2**-7, atol=0)
 
 
 def test_load_refuses_another_adapter(tiny_model, tmp_path):

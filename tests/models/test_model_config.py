@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from flowgrpo_rc.models import AdapterMismatchError, ModelConfig, check_adapter_file
+from flowgrpo_rc.models import quantization as module
 from flowgrpo_rc.models.load import PipelineLoader
 from flowgrpo_rc.models.lora import ADAPTER_FILE, attach_lora, save_lora
+from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
 
 NAMELESS = ([1, 2], [None], [], "", " ", ["to_q", ""], ["to_q", 3], [["to_q"]], {"a": 1}, 3, True, 1.5, [True])
 MISSPELLED = ("All-Linear", "ALL_LINEAR", "all_linear", ["all-linear", "to_q"], [" all-linear"])
@@ -79,6 +81,24 @@ def test_a_starting_lora_that_is_damaged_or_not_there(adapter, tmp_path):
 
 @pytest.mark.parametrize(("quantization", "library"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
 def test_a_package_that_is_missing_is_named_before_the_model_is_read(monkeypatch, quantization, library):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"quantization: got {quantization}, which needs {library}, .* pip install"):
         PipelineLoader("asset:tiny_qwen_image", dtype="bfloat16", quantization=quantization)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("actor_rollout_ref.actor.optim.name=adamw_8bit", "optim.name: got adamw_8bit, .* or set it to adamw"),
+        (
+            "actor_rollout_ref.model.quantization=fp8",
+            "quantization: got fp8, which needs torchao, .* to null",
+        ),
+    ],
+)
+def test_a_run_asks_for_packages_before_it_reads_anything(monkeypatch, small_config, setting, message):
+    config = small_config("actor_rollout_ref.model.dtype=bfloat16", setting)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(setup, "check_pipeline", None)
+    with pytest.raises(ValueError, match=message):
+        FlowGRPOTrainer(config)

@@ -112,7 +112,8 @@ def test_weights_are_those_of_the_definition(rounded, plain, quantization):
     for name, layer in layers(rounded.transformer).items():
         if not isinstance(layer, QuantizedLinear):
             continue
-        found, weight = dequantized(layer.weight).double(), theirs[name].weight
+        found = dequantized(layer.weight).double()
+        weight = theirs[name].weight
         expected = reference(weight, layer.weight, quantization)
         assert found.shape == weight.shape
         close = torch.isclose(found, expected, rtol=2**-7, atol=0)
@@ -214,7 +215,7 @@ def test_a_run_has_no_gap_and_resumes_to_the_same_numbers(quantization, small_co
     with pytest.raises(ConnectionError):
         first.fit()
     with pytest.raises(CheckpointError, match=r"optim.name: got adamw, .* the moments of adamw_8bit; set it to"):
-        FlowGRPOTrainer(small_config(*rounded, optimizer[:-5], *auto, folder="parts")).fit()
+        FlowGRPOTrainer(small_config(*rounded, optimizer.removesuffix("_8bit"), *auto, folder="parts")).fit()
     with pytest.raises(CheckpointError, match="transformer"):
         FlowGRPOTrainer(small_config(*settings, *auto, folder="parts")).fit()
     assert rows_of(FlowGRPOTrainer(small_config(*rounded, *auto, folder="parts")).fit().root) == rows_of(whole)
@@ -222,7 +223,8 @@ def test_a_run_has_no_gap_and_resumes_to_the_same_numbers(quantization, small_co
 
 @pytest.mark.run
 def test_an_engine_elsewhere_may_have_another_attention_backend(quantization, small_config):
-    model, rollout = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+    model = "actor_rollout_ref.model"
+    rollout = "actor_rollout_ref.rollout"
     settings = [f"{model}.dtype=bfloat16", f"{model}.quantization={quantization}", f"{rollout}.dtype=bfloat16"]
     settings += [f"{rollout}.placement=process", f"{rollout}.rollout_attn_backend=_native_math"]
     steps = [row for row in rows_of(FlowGRPOTrainer(small_config(*settings)).fit().root) if "reward/mean" in row]

@@ -86,6 +86,21 @@ def test_guidance_steers_away_from_the_negative_prompt_as_the_family_encodes_it(
 
 
 @pytest.mark.run
+def test_an_engine_of_a_rounded_base_must_have_its_precision():
+    with pytest.raises(ValueError, match=r"rollout.dtype: got float32; with model.quantization=nf4 .* to bfloat16"):
+        tiny(lora={"dtype": "bfloat16", "quantization": "nf4"})
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tf32_is_what_the_model_says(allowed):
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        tiny(lora={"allow_tf32": allowed})
+        assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="clip_ratio: got auto, .* give numbers"):
         tiny(actor={"diffusion_loss": {"clip_ratio": "auto"}, "rollout_correction": {"bypass_mode": True}})

@@ -196,11 +196,11 @@ ROUNDED = ("actor_rollout_ref.model.dtype=bfloat16", "actor_rollout_ref.model.qu
         ((SHARD, *ROUNDED), "model.quantization: got nf4 with a sharded transformer, whose slices are not rounded"),
         (
             (*ROUNDED, "actor_rollout_ref.rollout.dtype=float32"),
-            "rollout.dtype: got float32 with model.quantization=nf4; .* set it to bfloat16, as the actor has it",
+            "rollout.dtype: got float32; with model.quantization=nf4 .* set it to bfloat16, as the actor has it",
         ),
         (
             (*ROUNDED, "actor_rollout_ref.rollout.quantization=fp8", "actor_rollout_ref.rollout.placement=process"),
-            "rollout.quantization: got fp8 with model.quantization=nf4; .* set it to null",
+            "rollout.quantization: got fp8; with model.quantization=nf4 .* set it to null",
         ),
     ],
 )
