@@ -44,7 +44,8 @@ $(VERL)/.installed: tests/integrations/requirements-verl.txt $(STAMP)
 
 # A base in 8 or 4 bits. Its packages lie in a folder of their own: torchao, once installed, slows every start.
 quantization: $(ROUND)/.installed
-	PYTHONPATH=$(ROUND) $(PYTEST) tests/models/test_quantization.py $(PYTEST_ARGS)
+	PYTHONPATH=$(ROUND) $(PYTEST) tests/models/test_quantization.py tests/rollout/test_int8_engine.py \
+		$(PYTEST_ARGS)
 
 $(ROUND)/.installed: constraints.txt $(STAMP)
 	rm -rf $(ROUND)

@@ -138,8 +138,7 @@ class DiffusionActor:
             self.transformer.enable_gradient_checkpointing()
         self._compiled = lora.torch_compile
         if lora.torch_compile:
-            # Blocks share one compiled graph, so compile time does not grow with the depth.
-            self.transformer.compile_repeated_blocks(backend=COMPILE_BACKEND)
+            model.compile_blocks(self.transformer, COMPILE_BACKEND)
         self._parameters = list(adapter_parameters(self.transformer).values())
         optim = config.optim
         # bitsandbytes' AdamW is one kernel anyway, and has no such option.

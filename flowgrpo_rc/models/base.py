@@ -186,6 +186,8 @@ class DiffusionModel(ABC):
     """The pipeline adds the VAE's ``shift_factor``, if it has one, before it decodes."""
     keeps_conditional_norm = False
     """The pipeline gives every row of a guided velocity the length of its conditional prediction."""
+    keeps_unrounded: tuple[str, ...] = ()
+    """Layers that an engine in 8 bits leaves as they are, by the part of their names that blocks have in common."""
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
@@ -329,6 +331,11 @@ class DiffusionModel(ABC):
         config = self.transformer.config
         pooled = config.get("pooled_projection_dim")
         return EncodedPrompt(torch.zeros(1, config[self.text_width]), None if pooled is None else torch.zeros(pooled))
+
+    def compile_blocks(self, transformer: Any, backend: str | Callable[..., Any]) -> None:
+        """Compile the blocks of ``transformer`` with a backend of ``torch.compile``, at their first forward."""
+        # Blocks share one compiled graph, so compile time does not grow with the depth.
+        transformer.compile_repeated_blocks(backend=backend)
 
     def velocity(
         self,

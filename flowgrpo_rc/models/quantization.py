@@ -25,11 +25,14 @@ NF4_BLOCK = 64
 """Weights that share a scale in ``nf4``."""
 
 
-def check_packages(quantization: str | None = None, optimizer: str = "adamw") -> None:
-    """Raise ``UnsupportedModelError`` unless the packages are installed that base and optimizer need; imports none."""
+def check_packages(quantization: str | None = None, optimizer: str = "adamw", *, engine: str | None = None) -> None:
+    """Raise ``UnsupportedModelError`` unless the packages are installed that base, optimizer and the kernels of the
+    ``engine`` need; imports none."""
     needed = []
     if quantization is not None:
         needed.append(("model.quantization", quantization, LIBRARIES[quantization], "null"))
+    if engine in LIBRARIES:
+        needed.append(("rollout.quantization", engine, LIBRARIES[engine], "null"))
     if optimizer == "adamw_8bit":
         needed.append(("actor.optim.name", optimizer, "bitsandbytes", "adamw"))
     for field, value, library, without in needed:

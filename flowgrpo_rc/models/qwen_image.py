@@ -1,6 +1,6 @@
 """Qwen-Image (``QwenImagePipeline``): arithmetic as in diffusers' pipeline, one step at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -20,6 +20,8 @@ class QwenImage(PackedLatents):
     longest_prompt = 1024
     masks_prompts = True
     keeps_conditional_norm = True
+    # vllm-omni's guide to fp8 names them as sensitive: the range of the image's latents moves with the noise level.
+    keeps_unrounded = ("img_mlp",)
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
@@ -51,11 +53,43 @@ class QwenImage(PackedLatents):
         """The pipeline rounds and divides in its own precision; the transformer multiplies again in float32."""
         return (timesteps.to(dtype) / 1000).float() * 1000
 
+    def compile_blocks(self, transformer: Any, backend: str | Callable[..., Any]) -> None:
+        _use_real_rotations(transformer)
+        super().compile_blocks(transformer, backend)
+
     def _decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         return self._decode_one_frame(self.pipe._unpack_latents(latents, height, width, self.pipe.vae_scale_factor))
 
     def _encode_pixels(self, pixels: Tensor) -> Tensor:
         return self._pack(self._encode_one_frame(pixels))
+
+
+def _use_real_rotations(transformer: Any) -> None:
+    """Rotate queries and keys by real numbers, equal to rounding: inductor generates no code for complex ones."""
+    from diffusers.models.transformers import transformer_qwenimage as theirs
+
+    def real(_module: Any, _inputs: Any, frequencies: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(torch.view_as_real(one) if one.is_complex() else one for one in frequencies)
+
+    transformer.pos_embed.register_forward_hook(real)
+    # diffusers' table of rotations by device, which serves every transformer of this process.
+    theirs.ROPE_PER_DEVICE.update(cpu=_rotate, cuda=_rotate)
+
+
+def _rotate(x: Tensor, frequencies: Tensor) -> Tensor:
+    """``x`` ``(B, T, heads, D)`` with each pair of neighbours rotated.
+
+    Args:
+        x: queries or keys.
+        frequencies: complex ``(T, D/2)``, or their real and imaginary parts ``(T, D/2, 2)``.
+    """
+    if frequencies.is_complex():
+        from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
+
+        return apply_rotary_emb_qwen(x, frequencies, use_real=False)  # pyright: ignore[reportReturnType]
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = frequencies.unsqueeze(1).unbind(-1)
+    return torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2).type_as(x)
 
 
 def use_2d_convolutions_for_one_frame(vae: nn.Module) -> None:

@@ -11,6 +11,7 @@ from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.passes import Passes, Usage
 from flowgrpo_rc.planner.pipeline import FakePipeline
 from flowgrpo_rc.planner.settings import ROWS, PlannedRun
+from flowgrpo_rc.rollout.weights import layers_to_round
 
 # Assumed beside tensors: the device's context, libraries' workspaces, fragmentation of the allocator.
 RUNTIME = 3 * GIB
@@ -65,7 +66,12 @@ class Measured:
         lora_dtype = dtype if of_engine else run.model.lora_dtype
         computes_in = dtype if of_engine else run.model.lora_computes_in
         quantization = run.engine_quantization if of_engine else run.model.quantization
-        pipeline = FakePipeline(run.model.path, torch_dtype(dtype), quantization)
+        pipeline = FakePipeline(run.model.path, torch_dtype(dtype))
+        if quantization is not None:
+            own = of_engine and run.rollout.quantization is not None
+            skip = run.rollout.quantization_skip if own else ()
+            layers = layers_to_round(pipeline.transformer, pipeline.model, quantization, skip)
+            pipeline.quantize(quantization, layers)
         autocast = run.autocast and not of_engine
         passes = Passes(pipeline, run.model, lora_dtype, run.rollout, autocast=autocast, lora_compute_dtype=computes_in)
         self.sizes = passes.sizes
@@ -159,11 +165,10 @@ class MemoryPlan:
         own_share = -(-sizes.transformer // sharing)
         if sharing > 1 and run.actor.fsdp_config.param_offload:
             own_share = 0
-        own_copy = self.engine.sizes.transformer + self.engine.sizes.buffers
         return {
             "transformer, own shard" if sharing > 1 else "transformer": own_share + sizes.buffers,
             "gathered blocks": self._gathered(run, gpus),
-            "engine's own copy of the transformer": own_copy if in_process and not run.shares_weights else 0,
+            "engine's own copy of the transformer": self._own_copy(run) if in_process else 0,
             "LoRA": lora,
             "AdamW's two moments": self._moments(run),
             "average of the LoRA": lora if run.actor.ema_decay is not None else 0,
@@ -171,6 +176,23 @@ class MemoryPlan:
             "engine's LoRA": self._lora(run.rollout.dtype) if in_process else 0,
             "VAE": sizes.vae,
         }
+
+    def _own_copy(self, run: PlannedRun) -> int:
+        """Weights of an engine beside the actor that are not the actor's."""
+        if run.shares_weights:
+            return 0
+        same_dtype = run.rollout.dtype == run.model.dtype
+        if same_dtype and run.rollout.quantization is None:
+            return self._merged(run)
+        # The adapter is added to the actor's weights where they have the engine's dtype.
+        return self._engine_weights() + (0 if same_dtype else self._merged(run))
+
+    def _engine_weights(self) -> int:
+        return self.engine.sizes.transformer + self.engine.sizes.buffers
+
+    def _merged(self, run: PlannedRun) -> int:
+        """Weights of the adapted layers once more, since the adapter is added to them anew each time."""
+        return self.sizes.adapted * torch_dtype(run.rollout.dtype).itemsize if run.rollout.merge_adapter else 0
 
     def _gathered(self, run: PlannedRun, gpus: int) -> int:
         """Whole weights beside a GPU's own shard: of the blocks at work, or all if gathered blocks stay."""
@@ -206,7 +228,7 @@ class MemoryPlan:
         """An engine's transformer and VAE, and its memory to sample and to decode."""
         at_once = run.sampled_at_once(gpus)
         work = max(self.engine.forward(at_once).peak, self.engine.decode(at_once).peak)
-        return self.engine.sizes.transformer + self.engine.sizes.buffers + self.sizes.vae + work
+        return self._engine_weights() + self._merged(run) + self.sizes.vae + work
 
     def _moments(self, run: PlannedRun) -> int:
         if run.actor.optim.name == "adamw_8bit":

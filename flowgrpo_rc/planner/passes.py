@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import Conditioning, Prompts
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, attach_lora
+from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, attach_lora, linear_layers, target_layers
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.planner.live_bytes import LiveBytes
 from flowgrpo_rc.planner.pipeline import FakePipeline, PlanError, bytes_of, replace_tensors
@@ -90,6 +90,7 @@ class Sizes:
     text_encoders: int
     parameters: int  # Parameters of the transformer
     lora_parameters: int
+    adapted: int  # Parameters of the layers that have a LoRA, without it
 
 
 def kinds_of(transformer: nn.Module) -> list[Kind]:
@@ -160,6 +161,8 @@ class Passes:
         # Weights are counted before the LoRA joins them.
         weights = sum(p.numel() * p.element_size() for p in self.transformer.parameters())
         blocks = [bytes_of(kind.blocks[0]) for kind in self.kinds for _ in kind.blocks]
+        layers = linear_layers(self.transformer)
+        adapted = [layers[name] for name in target_layers(self.transformer, pipeline.model, lora)]
         # FSDP prefetches the next block while one computes.
         pairs = [a + b for a, b in zip(blocks, [*blocks[1:], 0], strict=True)]
         self.sizes = Sizes(
@@ -170,6 +173,7 @@ class Passes:
             text_encoders=sum(map(bytes_of, pipeline.text_encoders)),
             parameters=pipeline.parameters,
             lora_parameters=self._attach(lora, lora_dtype, lora_compute_dtype or lora_dtype),
+            adapted=sum(layer.in_features * layer.out_features for layer in adapted),
         )
         # Rotary embeddings and the like are cached by the first pass, so no measured pass may be the first.
         self._at([min(SHORT, len(kind.blocks)) for kind in self.kinds], partial(self._forward, 1))

@@ -5,7 +5,7 @@ from the hub.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.parts import refuse_two_transformers
-from flowgrpo_rc.models.quantization import WIDE_COPIES, QuantizedLinear, block_layers, held_bytes
+from flowgrpo_rc.models.quantization import WIDE_COPIES, QuantizedLinear, held_bytes
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.quiet import only_errors
@@ -37,13 +37,12 @@ class FakePipeline:
     Args:
         path: a pipeline's folder, ``asset:NAME``, or the hub name of a shipped one.
         dtype: of all weights.
-        quantization: of the transformer, one of ``BASE_QUANTIZATIONS``.
 
     Raises:
         PlanError: there is no such pipeline, its class is not supported, or a file cannot be used.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype, quantization: str | None = None) -> None:
+    def __init__(self, path: str, dtype: torch.dtype) -> None:
         folder = find_folder(path)
         index = _read_json(folder / "model_index.json")
         self.class_name = str(index.get("_class_name"))
@@ -61,13 +60,19 @@ class FakePipeline:
         self.transformer: Any = networks["transformer"]
         self.parameters = parameters_of(self.transformer)
         """Parameters of the transformer."""
-        if quantization is not None:
-            with self.fake:
-                _quantize(self.transformer, quantization)
         self.vae: Any = networks["vae"]
         self.text_encoders = [network for name, network in networks.items() if name.startswith("text_encoder")]
         self.model: Any = self._adapter(index)
         """The family's adapter, which calls the networks: a ``models.base.DiffusionModel`` or a part of one."""
+
+    def quantize(self, quantization: str, names: Iterable[str]) -> None:
+        """Give linear layers of the transformer the bytes that they have in ``quantization``, one of ``LIBRARIES``."""
+        with self.fake:
+            for layer in map(self.transformer.get_submodule, names):
+                size = held_bytes(quantization, layer.out_features, layer.in_features)
+                layer.__class__ = _FakeQuantized
+                vars(layer).update(quantization=quantization, dtype=layer.weight.dtype)
+                layer.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
 
     def _network(self, path: str, file: Path, entry: list[str], dtype: torch.dtype) -> nn.Module:
         library, class_name = entry
@@ -131,15 +136,6 @@ class _FakeQuantized(QuantizedLinear):
         # The library's intermediate results live as long as the product of this call is being made.
         _ = [torch.empty(shape) for _ in range(WIDE_COPIES[self.quantization])]
         return made
-
-
-def _quantize(transformer: nn.Module, quantization: str) -> None:
-    """Give the layers that ``quantization`` rounds the bytes that they then have."""
-    for layer in block_layers(transformer).values():
-        size = held_bytes(quantization, layer.out_features, layer.in_features)
-        layer.__class__ = _FakeQuantized
-        vars(layer).update(quantization=quantization, dtype=layer.weight.dtype)
-        layer.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
 
 
 def find_folder(path: str) -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.rollout.config import RolloutConfig, device_groups
+from flowgrpo_rc.rollout.config import EMULATED, RolloutConfig, device_groups
 from flowgrpo_rc.rollout.engines import ENGINES
 
 ACTOR = "actor_rollout_ref.actor"
@@ -34,12 +34,14 @@ class PlannedRun:
     @property
     def shares_weights(self) -> bool:
         """The engine samples with the actor's own weights."""
-        same = self.rollout.dtype == self.model.dtype and self.rollout.quantization is None
-        return self.samples_in_trainer and same
+        own = self.rollout.quantization is not None or self.rollout.merge_adapter
+        return self.samples_in_trainer and self.rollout.dtype == self.model.dtype and not own
 
     @property
     def engine_quantization(self) -> str | None:
         """How the base of the engine is held; only the actor's own transformer is the actor's rounded one."""
+        if self.rollout.quantization not in (None, EMULATED):
+            return self.rollout.quantization
         return self.model.quantization if ENGINES[self.rollout.name].takes_actors_transformer else None
 
     @property

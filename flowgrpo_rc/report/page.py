@@ -227,7 +227,10 @@ def settings(history: History) -> list[tuple[str, str]]:
 
     engine = f"{rollout('name')} in {rollout('dtype')}"
     if quantized := rollout("quantization"):
-        engine += f", {quantized}-rounded weights"
+        engine += f", {quantized}"
+    for key, word in {"merge_adapter": "adapter merged", "torch_compile": "compiled"}.items():
+        if rollout(key) is True:
+            engine += f", {word}"
     if history.staleness:
         engine += f", adapter {history.staleness} batches old"
     mode = history.setting(f"{LOSS}.loss_mode", "")

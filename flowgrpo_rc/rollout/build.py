@@ -1,9 +1,11 @@
 """Build the engine of a configuration, beside the actor or elsewhere."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.dtypes import set_tf32, torch_dtype
@@ -16,6 +18,7 @@ from flowgrpo_rc.rollout.engines import ENGINES
 from flowgrpo_rc.rollout.pool import RolloutPool
 from flowgrpo_rc.rollout.process import check_process, process_handles
 from flowgrpo_rc.rollout.ray.handle import check_cluster, ray_handles
+from flowgrpo_rc.rollout.weights import on_device
 
 
 def build_engine(
@@ -34,6 +37,8 @@ def build_engine(
     Raises:
         ImportError, ValueError, RolloutError: see ``check_placement`` and the engine; or one does not start.
     """
+    # Engines elsewhere compute on the trainer's kind of device, and the proof needs to know how they round.
+    config = replace(config, quantization=on_device(config.quantization, torch.device(device)))
     # An engine beside the actor needs no pool: the trainer's thread calls it.
     if not config.is_elsewhere:
         return resolve_name(ENGINES[config.name].engine).from_config(config, model, lora, device)

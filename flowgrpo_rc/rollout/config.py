@@ -29,7 +29,9 @@ from flowgrpo_rc.section import (
     one_of,
 )
 
-QUANTIZATIONS = ("fp8",)
+EMULATED = "fp8_emulated"
+"""Rounds weights through fp8 and multiplies in the engine's dtype."""
+QUANTIZATIONS = ("fp8", "int8", EMULATED)
 """How the ``diffusers`` engine may round its weights."""
 _HERE = "actor_rollout_ref.rollout"
 IN_TRAINER = "trainer"
@@ -300,9 +302,19 @@ class RolloutConfig(Section):
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     """Precision of the engine's transformer and adapter. Latents and log-probs are float32 in any case."""
     quantization: Annotated[str, one_of(QUANTIZATIONS)] | None = None
-    """``fp8`` rounds every linear weight matrix of the engine, adapter included, through float8_e4m3fn with one scale
-    per output row and computes with the rounded weights in ``dtype``: the gap that fp8 weights make, on any hardware,
-    without their speed. Validation samples with them too. The actor's weights stay as they are."""
+    """``fp8`` and ``int8`` round the engine's linear layers with torchao: weights once, activations at every forward,
+    and products in 8 bits. ``fp8`` needs a GPU with float8 kernels and is emulated elsewhere. ``fp8_emulated`` rounds
+    weights alone, those of the adapter and of layers outside of blocks among them, and multiplies in ``dtype``: the gap
+    of fp8 weights on any hardware, without their speed. Validation samples with them too. The actor's weights stay."""
+    quantization_skip: list[str] | None = None
+    """Linear layers that ``quantization`` leaves as they are, by the part of their names that blocks have in common,
+    e.g. ``[img_mlp]``. Null is the family's list with ``fp8`` and ``int8``, and none with ``fp8_emulated``."""
+    merge_adapter: bool = False
+    """Add each adapter that the engine takes over to its weights, so that a forward costs as much as the base's. The
+    adapted layers are then the engine's own, and rounding the sums to ``dtype`` is part of the off-policy gap."""
+    torch_compile: bool = False
+    """Compile the blocks of the engine's transformer. Where ``model.torch_compile`` is false, the gap gains the
+    compiler's rounding. The first images pay for it; a CPU needs a C++ compiler, a GPU triton."""
     rollout_attn_backend: str | None = None
     """How the engine's transformer computes attention. With ``name=diffusers`` one of diffusers' attention backends,
     tried before the model is loaded; with ``vllm_omni`` one of vllm-omni's, which has its own names for them. Null is
@@ -363,6 +375,16 @@ class RolloutConfig(Section):
                 f"quantization: got {self.quantization}; only the {able} engine rounds its weights, so leave it null "
                 f"or set {_HERE}.name={able}"
             )
+        for name in ("merge_adapter", "torch_compile"):
+            if getattr(self, name) and not engine.quantizes:
+                yield f"{name}: got true with name={self.name}, which does not know it; set it to false"
+        if self.quantization_skip is not None and self.quantization is None:
+            yield f"quantization_skip: got {self.quantization_skip} without a quantization; set it to null"
+        if self.torch_compile and self.cache.name is not None:
+            yield (
+                f"torch_compile: got true with cache.name={self.cache.name}, which decides at every block; set one of "
+                "them to its default"
+            )
         if self.rollout_attn_backend not in (None, *engine.attention_backends):
             backends = ", ".join((*engine.attention_backends, "null"))
             yield f"rollout_attn_backend: got {self.rollout_attn_backend!r}; choose one of {backends}"
@@ -413,6 +435,18 @@ class RolloutConfig(Section):
                     f"{_HERE}.{read}.{timeout.name}, so set that"
                 )
         yield from complaints(lambda: self.window, within=_HERE)
+
+    @property
+    def precision_in_words(self) -> str:
+        """Precision of the engine, and what else makes it compute otherwise than the actor."""
+        words = [self.dtype]
+        if self.quantization is not None:
+            words.append(self.quantization)
+        if self.merge_adapter:
+            words.append("adapter merged")
+        if self.torch_compile:
+            words.append("compiled")
+        return ", ".join(words)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -556,15 +590,17 @@ def device_groups(devices: list[str]) -> list[tuple[str, ...]]:
 
 def shared_weights_problems(model: ModelConfig, rollout: RolloutConfig, reason: str) -> Iterator[str]:
     """Settings of an engine that rule out the actor's own weights; ``reason`` says why it must have these."""
-    same = {"quantization": None, "dtype": model.dtype}
+    same = {"quantization": None, "merge_adapter": False, "torch_compile": False, "dtype": model.dtype}
     # An engine elsewhere has a transformer of its own, whose attention is its own too.
     if not rollout.is_elsewhere:
         same["rollout_attn_backend"] = model.attn_backend
     for name, value in same.items():
         if getattr(rollout, name) != value:
+            got = "true" if getattr(rollout, name) is True else getattr(rollout, name)
+            wanted = {None: "null", False: "false"}.get(value, value)
             yield (
-                f"rollout.{name}: got {getattr(rollout, name)}; {reason}, so set it to "
-                f"{'null' if value is None else value}, as the actor has it, or sample with another engine"
+                f"rollout.{name}: got {got}; {reason}, so set it to {wanted}, as the actor has it, or sample with "
+                "another engine"
             )
 
 

@@ -1,13 +1,12 @@
-"""The engine ``diffusers``: the actor's transformer with another adapter, or a copy in another precision."""
+"""The engine ``diffusers``: the actor's transformer with another adapter, or a copy with other weights or kernels."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from flowgrpo_rc.checks import choice
@@ -22,18 +21,28 @@ from flowgrpo_rc.models.lora import (
     adapter_parameters,
     attach_lora,
     base_parameters,
+    linear_layers,
     load_adapter_state,
+    target_layers,
 )
 from flowgrpo_rc.models.sharding import gathered_once
+from flowgrpo_rc.rollout import wide_linear
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, check_has_adapter
 from flowgrpo_rc.rollout.cache import CacheConfig, check_cache
-from flowgrpo_rc.rollout.config import QUANTIZATIONS, RolloutConfig
+from flowgrpo_rc.rollout.config import EMULATED, QUANTIZATIONS, RolloutConfig
 from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
 from flowgrpo_rc.rollout.sampling import RequestSampler, micro_batches
-from flowgrpo_rc.rollout.wide_linear import linear_layers
+from flowgrpo_rc.rollout.weights import (
+    layers_to_round,
+    merge_into_weights,
+    on_device,
+    round_adapter,
+    round_fp8_rows,
+    round_layers,
+)
 
-FP8_MAX = 448.0
-"""Largest finite value of ``float8_e4m3fn``: sign, 4 exponent and 3 mantissa bits, no infinity."""
+COMPILE_BACKEND = "inductor"
+"""Backend that ``torch.compile`` uses for the engine's blocks."""
 
 
 class DiffusersEngine:
@@ -41,21 +50,25 @@ class DiffusersEngine:
 
     If the transformer has this ``dtype`` and attention backend already, the engine uses the same module: its adapter
     lies beside the actor's and is active during ``generate`` only, so the two take turns. Otherwise the engine has a
-    copy of the transformer. Its adapter is in ``dtype`` either way. Create the engine before the actor attaches its
-    adapter, which the engine would freeze.
+    copy of the transformer, on the same storage where the numbers are the same. Its adapter is in ``dtype`` either way.
+    Create the engine before the actor attaches its adapter, which the engine would freeze.
 
-    ``quantization="fp8"`` rounds the base's weights once and the adapter's at every ``sync``, in a copy; ``model``
-    keeps its weights bit for bit. A sharded transformer can only be shared. ``gather_weights`` keeps its weights whole
-    during a ``generate``.
+    ``quantization``, ``merge_adapter`` and ``torch_compile`` change a copy; ``model`` keeps its weights bit for bit. A
+    sharded transformer can only be shared. ``gather_weights`` keeps its weights whole during a ``generate``.
 
     With ``alone`` there is no actor in this process: the engine converts ``model``'s transformer in place instead of
     copying it, so that memory holds one.
 
     Args:
+        quantization: one of ``QUANTIZATIONS``; ``fp8`` is emulated on a device without float8 kernels.
+        quantization_skip: see ``layers_to_round``.
+        merge_adapter: add the adapter to the weights at every ``sync`` instead of computing it beside them.
+        torch_compile: compile the blocks.
         cache: that of the requests to come, to find out now that the transformer cannot have it.
 
     Raises:
-        ValueError: the quantization is unknown, the transformer cannot have the cache, or the actor was created first.
+        ValueError: the quantization or a layer to skip is unknown, the transformer cannot have the cache, or the actor
+            was created first.
     """
 
     def __init__(
@@ -67,6 +80,9 @@ class DiffusersEngine:
         micro_batch_size: int,
         device: Any,
         quantization: str | None = None,
+        quantization_skip: Sequence[str] | None = None,
+        merge_adapter: bool = False,
+        torch_compile: bool = False,
         attn_backend: str | None = None,
         gather_weights: bool = False,
         alone: bool = False,
@@ -83,26 +99,40 @@ class DiffusersEngine:
         self._dtype = dtype
         self._micro_batch_size = micro_batch_size
         self._gathers = gather_weights
-        self._quantized = quantization is not None
+        quantization = on_device(quantization, self._device)
+        self._rounds_adapter = quantization == EMULATED and not merge_adapter
+        self._compiles = torch_compile
         # A shared transformer has one attention backend, and the actor sets it.
         same_attention = (attn_backend or NATIVE) == (lora.attn_backend or NATIVE)
-        # Every difference in precision or kernels needs weights of its own.
+        # Blocks are compiled for both or for neither; an actor's compiled ones can run eagerly.
+        same_blocks = lora.torch_compile or not torch_compile
+        # Every difference in precision or kernels needs a transformer of its own.
         held = base_parameters(model.transformer).items()
         same_dtype = all(
             p.dtype == _held_in(model.transformer, name, dtype) for name, p in held if p.is_floating_point()
         )
-        self._shares = not self._quantized and same_attention and same_dtype
+        same_weights = quantization is None and not merge_adapter and same_dtype
+        self._shares = same_weights and same_attention and same_blocks
         self.transformer: Any = model.transformer if self._shares or alone else _copy_transformer(model.transformer)
         if not self._shares:
             _convert(self.transformer, dtype)
             use_attention_backend(self.transformer, attn_backend)
-        if self._quantized:
-            round_linear_weights(self.transformer, adapter=False)
+        rounded = layers_to_round(self.transformer, model, quantization, quantization_skip)
         self.adapter = "rollout" if "rollout" not in taken else f"rollout_{len(taken)}"
         """Name of the engine's adapter in ``transformer``."""
         attach_lora(self.transformer, model, lora, dtype=dtype, device=self._device, adapter=self.adapter)
+        layers = linear_layers(self.transformer)
+        self._base: dict[str, Tensor] | None = None  # Weights that the adapter is added to
+        if merge_adapter:
+            adapted = target_layers(self.transformer, model, lora)
+            self._base = {name: layers[name].weight.detach() for name in adapted}
+        self._quantization = quantization
+        self._rounded = rounded & set(self._base or ())  # Layers that are rounded with each adapter
+        self._round(rounded - self._rounded)
         # The engine never learns, and gradients of its adapter would go to the optimizer.
         self.transformer.requires_grad_(False).eval()
+        if torch_compile and not self._shares:
+            model.compile_blocks(self.transformer, COMPILE_BACKEND)
         # Outside of a rollout the transformer is the actor's.
         activate(self.transformer, None)
         self._digest = HeldDigest()
@@ -121,6 +151,9 @@ class DiffusersEngine:
             micro_batch_size=config.micro_batch_size,
             device=device,
             quantization=config.quantization,
+            quantization_skip=config.quantization_skip,
+            merge_adapter=config.merge_adapter,
+            torch_compile=config.torch_compile,
             attn_backend=config.rollout_attn_backend,
             gather_weights=config.gather_weights,
             alone=alone,
@@ -128,7 +161,8 @@ class DiffusersEngine:
         )
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
-        """Copy the actor's adapter into the engine's, rounding to its dtype and then to its quantization.
+        """Copy the actor's adapter into the engine's, rounding to its dtype, and through fp8 where that is emulated. It
+        is added to the weights with ``merge_adapter``.
 
         Returns the digest of the weights that the transformer then has.
 
@@ -136,15 +170,18 @@ class DiffusersEngine:
             AdapterMismatchError: some tensor does not bind; the engine keeps what it had.
         """
         load_adapter_state(self.transformer, state, self.adapter)
-        if self._quantized:
-            round_linear_weights(self.transformer, adapter=True)
+        if self._rounds_adapter:
+            round_adapter(self.transformer, self.adapter)
+        if self._base is not None:
+            merge_into_weights(self.transformer, self.adapter, self._base)
+            self._round(self._rounded)
         self.adapter_version = version
         return self._held_digest()
 
     def digest_of(self, state: Mapping[str, Tensor]) -> str:
         """The digest of ``state`` rounded as ``sync`` rounds it."""
         here = {name: tensor.to(self._device) for name, tensor in state.items()}
-        return _digest_of(here, self._dtype, self._quantized)
+        return _digest_of(here, self._dtype, self._rounds_adapter)
 
     def close(self) -> None:
         """Drop the engine's transformer if it is a copy, and its adapter alone from one that is shared."""
@@ -164,10 +201,13 @@ class DiffusersEngine:
         sampled: list[tuple[Tensor, dict[str, Tensor]]] = []
         gathered = gathered_once(self.transformer) if self._gathers else nullcontext()
         # A shared transformer computes as the actor does, whose backward pass needs torch's own layers.
-        linear = nullcontext() if self._shares else linear_layers(self._dtype, self._device)
+        # A compiled one multiplies as its compiler does.
+        plain = self._shares or self._compiles
+        linear = nullcontext() if plain else wide_linear.linear_layers(self._dtype, self._device)
         # An actor's blocks may be compiled. Compiling them again for the engine's shapes would cost minutes.
-        eager = torch.compiler.set_stance("force_eager")
-        with adapter_active(self.transformer, self.adapter), eager, gathered, linear, sampler.cache:
+        stance = torch.compiler.set_stance("default" if self._compiles else "force_eager")
+        adapter = self.adapter if self._base is None else None
+        with adapter_active(self.transformer, adapter), stance, gathered, linear, sampler.cache:
             for rows in micro_batches(request, self._micro_batch_size):
                 images, steps = sampler.sample(rows)
                 sampled.append((images, steps))
@@ -178,19 +218,26 @@ class DiffusersEngine:
         echo = sampler.echo(adapter_version=self.adapter_version, adapter_digest=self._held_digest())
         return Trajectories(torch.cat([images for images, _ in sampled]), batch_of(record, request), echo)
 
+    def _round(self, names: set[str]) -> None:
+        if self._quantization is not None and names:
+            layers = linear_layers(self.transformer)
+            round_layers(self.transformer, [layers[name] for name in names], self._quantization)
+
     def _held_digest(self) -> str:
         return self._digest(adapter_parameters(self.transformer, self.adapter))
 
 
 def digest_rule(config: RolloutConfig, lora: ModelConfig) -> Callable[[Mapping[str, Tensor]], str]:
-    """``DiffusersEngine.digest_of`` of an engine with these settings, without an engine."""
-    return partial(_digest_of, dtype=torch_dtype(config.dtype), quantized=config.quantization is not None)
+    """``DiffusersEngine.digest_of`` of an engine with these settings on a device like this machine's."""
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rounded = on_device(config.quantization, here) == EMULATED and not config.merge_adapter
+    return partial(_digest_of, dtype=torch_dtype(config.dtype), rounded=rounded)
 
 
-def _digest_of(state: Mapping[str, Tensor], dtype: torch.dtype, quantized: bool) -> str:
+def _digest_of(state: Mapping[str, Tensor], dtype: torch.dtype, rounded: bool) -> str:
     """The digest of ``state`` rounded as ``sync`` rounds it, computed on its device."""
     held = {name: tensor.detach().to(dtype) for name, tensor in state.items()}
-    if quantized:
+    if rounded:
         held = {name: round_fp8_rows(tensor) for name, tensor in held.items()}
     return adapter_digest(held)
 
@@ -222,31 +269,3 @@ def _convert(transformer: nn.Module, dtype: torch.dtype) -> None:
             # Buffers that are in no file keep the dtype in which the class makes them.
             if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
                 setattr(module, name, buffer.to(dtype))
-
-
-@torch.no_grad()
-def round_fp8_rows(weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-    """``weight`` rounded through ``float8_e4m3fn`` with one scale per output row, absmax / 448; dtype unchanged.
-
-    A row's largest element lands on 448 and comes back exactly, so rounding twice is rounding once. Rows of zeros stay
-    zero. A row that is not finite becomes NaN. Every device gives the same bits.
-    """
-    wide = weight.float()
-    # A tensor: CUDA multiplies by the rounded reciprocal of a plain number, where a host divides.
-    fp8_max = torch.full((), FP8_MAX, device=weight.device)
-    absmax = wide.abs().amax(dim=1, keepdim=True)
-    absmax = torch.where(absmax == 0, 1.0, absmax)  # a row of zeros would be divided by 0
-    codes = (wide / absmax * fp8_max).to(torch.float8_e4m3fn)
-    return (codes.float() / fp8_max * absmax).to(weight.dtype)
-
-
-def round_linear_weights(module: nn.Module, *, adapter: bool) -> None:
-    """Give every ``nn.Linear`` in ``module`` a weight of its own, rounded; biases and all else stay as they are.
-
-    Args:
-        module: a transformer. The tensors that its linear layers held before are left untouched.
-        adapter: round the LoRA matrices alone (true) or all others (false).
-    """
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear) and (".lora_" in name) is adapter:
-            layer.weight = nn.Parameter(round_fp8_rows(layer.weight), requires_grad=False)

@@ -21,7 +21,8 @@ class EngineEntry:
     attention_backends: tuple[str, ...] = ()
     """Values that ``rollout.rollout_attn_backend`` may have."""
     quantizes: bool = False
-    """The engine acts on ``rollout.quantization``. Without this the setting is refused."""
+    """The engine acts on ``rollout.quantization``, ``merge_adapter`` and ``torch_compile``, which are refused without
+    this."""
     takes_actors_transformer: bool = False
     """The engine samples with the actor's own transformer, or with a copy where its weights must differ. Its
     ``from_config`` also takes ``alone``, which is true if there is no actor beside it."""

@@ -230,7 +230,8 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
         f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
         f"micro-batches of {micro}",
         f"Reward: {config.reward.in_words()}",
-        f"Rollouts: {rollout.name}, {rollout.dtype}{lag}, {steps}{rollout.forwards_in_words(clean=clean)}{base}",
+        f"Rollouts: {rollout.name}, {rollout.precision_in_words}{lag}, {steps}"
+        f"{rollout.forwards_in_words(clean=clean)}{base}",
         f"Guidance: {guidance}",
         f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
     ]

@@ -83,7 +83,7 @@ def model_card(
     pipeline = rollout.pipeline
     objective = parts.actor.diffusion_loss.objective
     how = f"by online reinforcement learning (`{objective.name}`) for the reward *{config.reward.in_words()}*"
-    precision = rollout.dtype + (f", {rollout.quantization} weights" if rollout.quantization else "")
+    precision = rollout.precision_in_words
     drawn = f"drawn by {rollout.name} in {precision}, {pipeline.num_inference_steps} denoising steps"
     if config.data.preferences:
         how = f"by `{objective.name}` on pairs of a preferred and a rejected image"

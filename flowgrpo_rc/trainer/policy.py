@@ -28,6 +28,7 @@ from flowgrpo_rc.rollout import RolloutConfig, RolloutRequest, build_engine
 from flowgrpo_rc.rollout.config import rounded_base_problems
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, START, WINDOW, generator_for, seed_for
+from flowgrpo_rc.rollout.weights import on_device
 from flowgrpo_rc.sde import draw_window_start
 from flowgrpo_rc.section import convert
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
@@ -101,6 +102,7 @@ class ImagePolicy:
         check_packages(lora.quantization, config.optim.name)
         set_tf32(lora.allow_tf32)
         accelerator = Accelerator(cpu=device == "cpu")
+        check_packages(engine=on_device(sampling.quantization, accelerator.device))
         loader = PipelineLoader(lora.path, dtype=lora.dtype, device=accelerator.device, quantization=lora.quantization)
         guidance = (pipeline.guidance_scale, pipeline.true_cfg_scale)
         loader.model.check_request(pipeline.height, pipeline.width, *guidance)

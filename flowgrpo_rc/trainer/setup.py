@@ -33,6 +33,7 @@ from flowgrpo_rc.rollout import RolloutRequest, Trajectories, build_engine
 from flowgrpo_rc.rollout.build import check_engine, check_placement
 from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig, Share
 from flowgrpo_rc.rollout.proof import check_rollout
+from flowgrpo_rc.rollout.weights import on_device
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
 from flowgrpo_rc.trainer.checkpoint import fingerprint, random_states, restore_random_states
@@ -99,7 +100,6 @@ class Run:
         """Build everything that comes after the rewards, which must be able to score each prompt."""
         config = self.config
         trainer = config.trainer
-        lora = config.actor_rollout_ref.model
         # Observers may use the reward model's server, which the reward has started.
         self.observers = build_observers(config.reward, self.reward.server) if self.val_prompts else None
         # Preferences are not scored.
@@ -133,8 +133,11 @@ class Run:
         check_sharding(
             config.actor_rollout_ref.actor.fsdp_config, self.accelerator.num_processes, self.accelerator.device
         )
-        if lora.torch_compile:
-            _check_compiler(self.accelerator.device.type)
+        parts = config.actor_rollout_ref
+        for name, section in (("model", parts.model), ("rollout", parts.rollout)):
+            if section.torch_compile:
+                _check_compiler(f"actor_rollout_ref.{name}.torch_compile", self.accelerator.device.type)
+        check_packages(engine=on_device(config.actor_rollout_ref.rollout.quantization, self.accelerator.device))
         _check_attention(config, pipeline_class, self.accelerator.device)
         if config.actor_rollout_ref.rollout.cache.name is not None:
             config.actor_rollout_ref.rollout.cache.of_diffusers()  # its options; the engine checks the transformer
@@ -313,7 +316,7 @@ def _check_trackers(names: list[str]) -> None:
             raise ValueError("trainer.logger: wandb has no API key; run `wandb login`, or set WANDB_MODE=offline")
 
 
-def _check_compiler(device: str) -> None:
+def _check_compiler(field: str, device: str) -> None:
     """Refuse a machine without the compiler of ``torch.compile``, which would fail at the first forward."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if device == "cpu" and shutil.which(compiler) is None:
@@ -323,4 +326,4 @@ def _check_compiler(device: str) -> None:
         remedy = "triton is not installed; pip install triton"
     else:
         return
-    raise ImportError(f"actor_rollout_ref.model.torch_compile: got true, but {remedy}, or set it to false")
+    raise ImportError(f"{field}: got true, but {remedy}, or set it to false")

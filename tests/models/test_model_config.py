@@ -86,13 +86,23 @@ def test_a_package_that_is_missing_is_named_before_the_model_is_read(monkeypatch
         PipelineLoader("asset:tiny_qwen_image", dtype="bfloat16", quantization=quantization)
 
 
+def test_an_engines_packages_are_asked_for_before_the_model_is_read(monkeypatch, small_config):
+    """Rounding that no kernel computes needs none."""
+    config = small_config("actor_rollout_ref.rollout.quantization=int8")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(setup, "_check_attention", None)
+    with pytest.raises(ValueError, match="rollout.quantization: got int8, which needs torchao, .* or set it to null"):
+        FlowGRPOTrainer(config)
+    module.check_packages(engine="fp8_emulated")
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("actor_rollout_ref.actor.optim.name=adamw_8bit", "optim.name: got adamw_8bit, .* or set it to adamw"),
         (
             "actor_rollout_ref.model.quantization=fp8",
-            "quantization: got fp8, which needs torchao, .* to null",
+            "model.quantization: got fp8, which needs torchao, .* to null",
         ),
     ],
 )

@@ -137,9 +137,28 @@ def test_an_average_and_a_copy_are_counted(run, plan):
     assert "reference LoRA of the KL" not in averaged.resident
     rounded = plan.memory(run.with_rollout(quantization="fp8"), 1)
     assert rounded.resident["engine's own copy of the transformer"] == plan.sizes.transformer
+    assert rounded == plan.memory(run.with_rollout(quantization="fp8_emulated"), 1)
     own_process = plan.memory(run.with_rollout(name="vllm_omni"), 1)
     assert own_process.engine > plan.sizes.transformer + plan.sizes.vae + room.ENGINE_RUNTIME
     assert "sampling" not in own_process.stages
+
+
+def test_weights_of_an_engine_in_8_bits_or_with_a_merged_adapter(run, plan):
+    """By hand for Qwen-Image's layers: a byte a number and the scales of a row, but for the image's MLPs; and the
+    adapted layers once more, in 16 bits, where the engine cannot add to the actor's."""
+    copy = "engine's own copy of the transformer"
+    layers = [layer for kind in plan.actor.kinds for block in kind.blocks for layer in linear_layers(block).items()]
+    for skip, kept in ((None, "img_mlp"), ([], "nothing"), (["attn"], "attn")):
+        rounded = run.with_rollout(quantization="int8", quantization_skip=skip)
+        saved = sum(x.in_features * x.out_features - 5 * x.out_features for name, x in layers if kept not in name)
+        held = plan.sizes.transformer + plan.sizes.buffers - saved
+        assert MemoryPlan(rounded).memory(rounded, 1).resident[copy] == held
+    merged = run.with_rollout(merge_adapter=True)
+    adapted = sum(x.in_features * x.out_features for name, x in layers if name == "attn.to_q")
+    assert plan.sizes.adapted == adapted
+    assert plan.memory(merged, 1).resident[copy] == 2 * adapted
+    elsewhere, beside = (plan.memory(one.with_rollout(placement="process"), 2).engine for one in (merged, run))
+    assert elsewhere - beside == 2 * adapted
 
 
 def test_an_engine_of_its_own_counts_where_it_is(run, plan):

@@ -539,4 +539,6 @@ def test_refused_runs_leave_no_folder(small_config, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ImportError, match="torch_compile: got true, but the C.. compiler no-such-compiler is not on"):
         FlowGRPOTrainer(small_config("actor_rollout_ref.model.torch_compile=true", folder="never"))
+    with pytest.raises(ImportError, match="rollout.torch_compile: got true, but the C.. compiler no-such-compiler"):
+        FlowGRPOTrainer(small_config("actor_rollout_ref.rollout.torch_compile=true", folder="never"))
     assert not (tmp_path / "never").exists()

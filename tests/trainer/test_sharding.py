@@ -190,6 +190,18 @@ ROUNDED = ("actor_rollout_ref.model.dtype=bfloat16", "actor_rollout_ref.model.qu
             (SHARD, "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.model.attn_backend=_native_math"),
             "rollout_attn_backend: got None; with .*set it to _native_math, as the actor has it",
         ),
+        (
+            (SHARD, "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.rollout.merge_adapter=true"),
+            "rollout.merge_adapter: got true; with .*shard=true .* set it to false",
+        ),
+        (
+            (SHARD, "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.rollout.torch_compile=true"),
+            "rollout.torch_compile: got true; with .*shard=true",
+        ),
+        (
+            (*ROUNDED, "actor_rollout_ref.rollout.merge_adapter=true"),
+            "rollout.merge_adapter: got true; with model.quantization=nf4",
+        ),
         ((SHARD, "actor_rollout_ref.model.torch_compile=true"), "model.torch_compile: got true with a sharded"),
         (("actor_rollout_ref.rollout.gather_weights=true",), "gather_weights: got true, but no weights are given up"),
         ((f"{FSDP_FIELD}.fsdp_size=0",), "fsdp_config.fsdp_size: got 0"),

@@ -1,0 +1,125 @@
+"""The frozen weights of an engine of its own: rounded for its kernels, and the adapter merged into them.
+
+torchao's layers (``int8``, ``fp8``) round activations too, a row at a time, and multiply in 8 bits. ``fp8_emulated``
+rounds weights alone and multiplies in the engine's dtype.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from flowgrpo_rc.models.base import DiffusionModel
+from flowgrpo_rc.models.lora import linear_layers
+from flowgrpo_rc.models.quantization import block_layers
+from flowgrpo_rc.rollout.config import EMULATED
+
+FP8_MAX = 448.0
+"""Largest finite value of ``float8_e4m3fn``: sign, 4 exponent and 3 mantissa bits, no infinity."""
+FIRST_WITH_FP8 = (8, 9)
+"""The first compute capability of a GPU with float8 kernels (Ada, Hopper)."""
+
+
+def on_device(quantization: str | None, device: torch.device) -> str | None:
+    """What ``rollout.quantization`` is on ``device``: ``fp8`` is emulated where there are no float8 kernels."""
+    if quantization != "fp8":
+        return quantization
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_WITH_FP8
+    return "fp8" if able else EMULATED
+
+
+def layers_to_round(
+    transformer: nn.Module, model: DiffusionModel, quantization: str | None, skip: Iterable[str] | None
+) -> set[str]:
+    """Names of the linear layers that ``quantization`` rounds in a transformer without adapters.
+
+    Args:
+        transformer: the engine's.
+        model: of its family.
+        quantization: ``int8`` and ``fp8`` round the layers of the blocks, ``fp8_emulated`` every linear layer.
+        skip: names, or parts of names between dots, of layers that stay; ``None``: the family's ``keeps_unrounded`` for
+            ``int8`` and ``fp8``, and none for ``fp8_emulated``.
+
+    Raises:
+        ValueError: a name of ``skip`` is that of no such layer.
+    """
+    if quantization is None:
+        return set()
+    layers = linear_layers(transformer) if quantization == EMULATED else block_layers(transformer)
+    if skip is None:
+        skip = () if quantization == EMULATED else model.keeps_unrounded
+    kept = {part: {name for name in layers if f".{part}." in f".{name}."} for part in skip}
+    unknown = [part for part, names in kept.items() if not names]
+    if unknown:
+        endings = sorted({name.split(".", 2)[-1] for name in layers})
+        raise ValueError(
+            f"actor_rollout_ref.rollout.quantization_skip: {', '.join(unknown)} names no layer that "
+            f"{quantization} rounds; there are {', '.join(endings)}"
+        )
+    return set(layers).difference(*kept.values())
+
+
+@torch.no_grad()
+def round_fp8_rows(weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+    """``weight`` rounded through ``float8_e4m3fn`` with one scale per output row, absmax / 448; dtype unchanged.
+
+    A row's largest element lands on 448 and comes back exactly, so rounding twice is rounding once. Rows of zeros stay
+    zero. A row that is not finite becomes NaN. Every device gives the same bits.
+    """
+    wide = weight.float()
+    # A tensor: CUDA multiplies by the rounded reciprocal of a plain number, where a host divides.
+    fp8_max = torch.full((), FP8_MAX, device=weight.device)
+    absmax = wide.abs().amax(dim=1, keepdim=True)
+    absmax = torch.where(absmax == 0, 1.0, absmax)  # a row of zeros would be divided by 0
+    codes = (wide / absmax * fp8_max).to(torch.float8_e4m3fn)
+    return (codes.float() / fp8_max * absmax).to(weight.dtype)
+
+
+def round_layers(transformer: nn.Module, layers: Iterable[nn.Linear], quantization: str) -> None:
+    """Give these linear layers of ``transformer`` rounded weights of their own. Biases stay, and so do the tensors that
+    the layers held before."""
+    chosen = {id(layer): layer for layer in layers}
+    if quantization == EMULATED:
+        for layer in chosen.values():
+            layer.weight = nn.Parameter(round_fp8_rows(layer.weight), requires_grad=False)
+        return
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        PerRow,
+        quantize_,
+    )
+
+    kind: Any = Int8DynamicActivationInt8WeightConfig()
+    if quantization == "fp8":
+        kind = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+    quantize_(transformer, kind, filter_fn=lambda module, _name: id(module) in chosen)
+
+
+def round_adapter(transformer: nn.Module, adapter: str) -> None:
+    """Round the matrices of an adapter through ``round_fp8_rows``."""
+    for name, layer in transformer.named_modules():
+        if ".lora_" in name and name.endswith(f".{adapter}") and isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(round_fp8_rows(layer.weight), requires_grad=False)
+
+
+@torch.no_grad()
+def merge_into_weights(transformer: nn.Module, adapter: str, base: Mapping[str, Tensor]) -> list[nn.Linear]:
+    """Give every adapted layer the weight ``W + scale * B @ A``, computed in float32 and rounded once to the dtype of
+    ``W``. Returns these layers.
+
+    Args:
+        transformer: with the adapter attached.
+        adapter: its name.
+        base: ``W`` of each adapted layer by the name of ``linear_layers``; left as they are.
+    """
+    merged = []
+    for name, weight in base.items():
+        layer: Any = transformer.get_submodule(name)
+        first, second = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        update = layer.scaling[adapter] * (second.float() @ first.float())
+        layer.base_layer.weight = nn.Parameter((weight.float() + update).to(weight.dtype), requires_grad=False)
+        merged.append(layer.base_layer)
+    return merged
