@@ -41,7 +41,7 @@ AS_ROLLOUT = "actor_rollout_ref.model.timestep_dtype=rollout"
 PRECISIONS = {
     "bfloat16": [f"{ROLLOUT}.dtype=bfloat16"],
     SAME_TIMESTEP: [f"{ROLLOUT}.dtype=bfloat16", AS_ROLLOUT],
-    "fp8": [f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.quantization=fp8"],
+    "fp8": [f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.quantization=fp8_emulated"],
     TIMESTEP: [f"{ROLLOUT}.dtype=float32"],
 }
 UNAVAILABLE = ("rollout.name=vllm_omni draws", "needs torchvision")

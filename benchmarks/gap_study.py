@@ -60,7 +60,7 @@ PRECISIONS: dict[str, Overrides] = {
     "float32": {f"{ROLLOUT}.dtype": "float32"},
     "bfloat16": {f"{ROLLOUT}.dtype": "bfloat16"},
     "float16": {f"{ROLLOUT}.dtype": "float16", THROUGH: [FLOAT16]},
-    "fp8": {f"{ROLLOUT}.dtype": "bfloat16", f"{ROLLOUT}.quantization": "fp8"},
+    "fp8": {f"{ROLLOUT}.dtype": "bfloat16", f"{ROLLOUT}.quantization": "fp8_emulated"},
 }
 STALENESS: dict[int, int] = {0: 0, 2: 1, 4: 2, 8: 4}
 """Age of the rollout's adapter in optimizer steps, and in batches of two of them."""

@@ -40,7 +40,7 @@ PLOT = HERE.parent / "docs" / "images" / "gap_theory.png"
 LOSS = "actor_rollout_ref.actor.diffusion_loss"
 RC = "algorithm.rollout_correction"
 ENGINES = {
-    "fp8": ["actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.quantization=fp8"],
+    "fp8": ["actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.quantization=fp8_emulated"],
     "bfloat16": ["actor_rollout_ref.rollout.dtype=bfloat16"],
 }
 WIDTHS = (1e-5, 5e-5, 1e-4, 2e-4, 3.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 3e-3, 5e-3)

@@ -66,7 +66,7 @@ def correction(*, bypass: bool, weights: str | None = None, band: str | None = N
 NONE = correction(bypass=False)
 DECOUPLED_IS = correction(bypass=False, weights="sequence")
 BYPASS = correction(bypass=True)
-FP8: Overrides = {f"{ROLLOUT}.quantization": "fp8"}
+FP8: Overrides = {f"{ROLLOUT}.quantization": "fp8_emulated"}
 AUTO: Overrides = {f"{LOSS}.clip_ratio": "auto", f"{LOSS}.auto_clip_min": 1e-4}
 STALE: Overrides = {f"{ROLLOUT}.adapter_lag": 4}
 

@@ -12,7 +12,7 @@ What a step spends, for batches of so many images, outside model compute and rew
 correction alone (forward; decoupled, everything scored: the mode that corrects most).
 
     python benchmarks/step_time.py --calibration --steps 40 --out benchmarks/results/calibration_share.json \
-        actor_rollout_ref.rollout.quantization=fp8
+        actor_rollout_ref.rollout.quantization=fp8_emulated
 
 What the probe's forwards take of a step, and what all the rest of measuring, calibrating and guarding takes (bypass
 mode with ``clip_ratio=auto``, ``rollout_rs_threshold=auto`` and ``guard=fallback``): the calibrated rejection counts
