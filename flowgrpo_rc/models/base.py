@@ -334,8 +334,8 @@ class DiffusionModel(ABC):
 
     def compile_blocks(self, transformer: Any, backend: str | Callable[..., Any]) -> None:
         """Compile the blocks of ``transformer`` with a backend of ``torch.compile``, at their first forward."""
-        # All blocks share a graph. It is made anew for sizes, adapters and gradients that differ, and past torch's limit
-        # of eight blocks would go on uncompiled.
+        # All blocks share a graph. It is made anew for sizes, adapters and gradients that differ. Past torch's limit of
+        # eight, blocks would go on uncompiled.
         torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
         transformer.compile_repeated_blocks(backend=backend)
 
