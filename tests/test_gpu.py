@@ -273,7 +273,7 @@ def test_a_sharded_run_equals_a_whole_one(tmp_path, more):
 def test_a_process_on_the_gpu_draws_the_bits_of_the_engine_beside_the_actor():
     """It sees its own GPU alone, as cuda:0; digests of fp8 weights are worked out on the host and on the device."""
     model_config = ModelConfig(path="asset:tiny_qwen_image", lora_rank=4, lora_alpha=8)
-    rollout = RolloutConfig(dtype="bfloat16", quantization="fp8", micro_batch_size=4)
+    rollout = RolloutConfig(dtype="bfloat16", quantization="fp8_emulated", micro_batch_size=4)
     last = f"cuda:{torch.cuda.device_count() - 1}"
     handle = ProcessHandle(rollout, model_config, last)
     try:
