@@ -82,11 +82,10 @@ $(VLLM)/.installed: scripts/install_vllm_omni_cpu.sh scripts/torchvision_on_cpu.
 	PYTHON=$(PYTHON) scripts/install_vllm_omni_cpu.sh $(VLLM)
 	touch $@
 
-# On a machine with a CUDA device: the tests that need one, and the benchmarks, with their figures.
-gpu: $(VERL)/.installed
-	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
-	PYTHONPATH=$(VERL) $(BIN)/python benchmarks/correction.py --json benchmarks/results/correction_gpu.json
-	$(BIN)/python benchmarks/step_time.py --out benchmarks/results/step_time_gpu.json trainer.device=auto
+# On a machine with a CUDA device: the tests that need one, the demo and benchmarks; figures in outputs/gpu_run.
+gpu: $(VERL)/.installed $(ROUND)/.installed
+	PY=$(BIN)/python PYTHONPATH=$(CURDIR)/$(VERL):$(CURDIR)/$(ROUND) bash scripts/gpu_run.sh tests
+	PY=$(BIN)/python PYTHONPATH=$(CURDIR)/$(ROUND) bash scripts/gpu_run.sh scale
 
 install: $(STAMP)
 

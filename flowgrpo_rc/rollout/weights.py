@@ -33,7 +33,7 @@ def on_device(quantization: str | None, device: torch.device) -> str | None:
 def layers_to_round(
     transformer: nn.Module, model: DiffusionModel, quantization: str | None, skip: Iterable[str] | None
 ) -> set[str]:
-    """Names of the linear layers that ``quantization`` rounds in a transformer without adapters.
+    """Names of the linear layers, as ``linear_layers`` has them, that ``quantization`` rounds in a transformer.
 
     Args:
         transformer: the engine's.
@@ -47,7 +47,10 @@ def layers_to_round(
     """
     if quantization is None:
         return set()
-    layers = linear_layers(transformer) if quantization == EMULATED else block_layers(transformer)
+    layers = set(linear_layers(transformer))
+    if quantization != EMULATED:
+        # An adapter that is gone leaves its layers' names behind.
+        layers &= {name.removesuffix(".base_layer") for name in block_layers(transformer)}
     if skip is None:
         skip = () if quantization == EMULATED else model.keeps_unrounded
     kept = {part: {name for name in layers if f".{part}." in f".{name}."} for part in skip}
@@ -58,7 +61,7 @@ def layers_to_round(
             f"actor_rollout_ref.rollout.quantization_skip: {', '.join(unknown)} names no layer that "
             f"{quantization} rounds; there are {', '.join(endings)}"
         )
-    return set(layers).difference(*kept.values())
+    return layers.difference(*kept.values())
 
 
 @torch.no_grad()

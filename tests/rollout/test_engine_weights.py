@@ -116,6 +116,8 @@ def test_layers_that_stay_are_named_by_a_part(tiny_model):
         linear_layers(tiny_model.transformer)
     )
     assert layers_to_round(tiny_model.transformer, tiny_model, None, None) == set()
+    engine_of(tiny_model).close()
+    assert layers_to_round(tiny_model.transformer, tiny_model, "int8", ()) == every
     with pytest.raises(ValueError, match=r"quantization_skip: img_mpl names no layer that int8 rounds; .*img_mlp"):
         layers_to_round(tiny_model.transformer, tiny_model, "int8", ["to_out.0", "img_mpl"])
 
