@@ -88,6 +88,34 @@ def use_attention_backend(transformer: Any, name: str | None) -> None:
         transformer.set_attention_backend(name)
 
 
+def kernels_in_words(name: str | None, head: int | None, masks: bool, dtype: torch.dtype, device: torch.device) -> str:
+    """How a transformer computes attention, and a GPU products of float32: ``attention by native (flash), ...``.
+
+    Args:
+        name: ``model.attn_backend``; of ``NATIVE`` it also says which of its kernels torch chooses with a gradient.
+        head: size of an attention head; ``None`` if the configuration does not tell.
+        masks: attention takes a mask.
+        dtype: of queries, keys and values.
+        device: where it computes.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    words = name or NATIVE
+    if words == NATIVE:
+        q, k, v = (
+            torch.zeros(1, 2, 24, head or USUAL_HEAD, dtype=dtype, device=device).requires_grad_() for _ in "qkv"
+        )
+        mask = torch.ones(1, 1, 1, 24, dtype=torch.bool, device=device) if masks else None
+        # SDPBackend's names end alike.
+        chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, attn_mask=mask)).name
+        words += f" ({chosen.removesuffix('_ATTENTION').lower()})"
+    if device.type != "cuda":
+        return f"attention by {words}"
+    products = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+    return f"attention by {words}, products of float32 in {products}"
+
+
 def _fault(name: str, head: int, masks: bool, dtype: torch.dtype, device: Any, trains: bool) -> str:
     """Fault of a backend on this machine; empty without one."""
     import torch

@@ -19,7 +19,7 @@ from flowgrpo_rc.dtypes import set_tf32, torch_dtype
 from flowgrpo_rc.gap.bands import ClipBands, RejectionBands
 from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.models import PromptEncoder, check_adapter_file, check_pipeline
-from flowgrpo_rc.models.attention import check_attention_backend
+from flowgrpo_rc.models.attention import check_attention_backend, kernels_in_words
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import AS_ROLLOUT, ModelConfig
 from flowgrpo_rc.models.quantization import check_packages
@@ -89,6 +89,16 @@ class Run:
                 self.engine.close()
             self.end_rewards()
             raise
+
+    def kernels_in_words(self) -> str:
+        """What the actor computes with on this device."""
+        lora = self.config.actor_rollout_ref.model
+        model = self.model
+        # Under autocast queries and keys are bfloat16, for weights of any dtype.
+        dtype = torch.bfloat16 if self.config.trainer.mixed_precision == "bf16" else torch_dtype(lora.dtype)
+        head = model.transformer.config.get("attention_head_dim")
+        masks = model.masks_prompts or model.masks_attention
+        return kernels_in_words(lora.attn_backend, head, masks, dtype, self.accelerator.device)
 
     def end_rewards(self) -> None:
         """End the server of a reward model and the worker processes of rewards."""

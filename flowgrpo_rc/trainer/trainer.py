@@ -382,6 +382,7 @@ class FlowGRPOTrainer:
         if "tensorboard" in self.config.trainer.logger:
             say(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.folder.root))}")
         say(f"Prompts: {self.run.encoding}; in {self.run.store.folder}")
+        say(f"Kernels of the actor: {self.run.kernels_in_words()}")
         if self.run.actor.recomputes:
             say("Gradient checkpointing is on: activations are recomputed in the backward pass, to save memory")
         if not self.interrupted:
