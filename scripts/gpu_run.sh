@@ -58,7 +58,7 @@ tests() {
     part demo 90 $PY -m flowgrpo_rc.cli.main demo "trainer.default_local_dir=$OUT/demo" "trainer.profile_steps=[3]" \
         "trainer.total_training_steps=${STEPS:-20}" "${data[@]}"
     cp "$OUT/demo/metrics.jsonl" "$OUT/demo_metrics.jsonl" 2> /dev/null
-    part correction 60 $PY benchmarks/correction.py --json "$OUT/correction.json"
+    part correction 120 $PY benchmarks/correction.py --json "$OUT/correction.json"
     part step_time 120 $PY benchmarks/step_time.py --steps 5 --out "$OUT/step_time.json" "trainer.device=${DEVICE:-auto}" \
         "${reward[@]}"
 }

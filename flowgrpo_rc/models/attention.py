@@ -103,12 +103,10 @@ def kernels_in_words(name: str | None, head: int | None, masks: bool, dtype: tor
 
     words = name or NATIVE
     if words == NATIVE:
-        q, k, v = (
-            torch.zeros(1, 2, 24, head or USUAL_HEAD, dtype=dtype, device=device).requires_grad_() for _ in "qkv"
-        )
+        query = torch.zeros(1, 2, 24, head or USUAL_HEAD, dtype=dtype, device=device).requires_grad_()
         mask = torch.ones(1, 1, 1, 24, dtype=torch.bool, device=device) if masks else None
         # SDPBackend's names end alike.
-        chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, attn_mask=mask)).name
+        chosen = SDPBackend(torch._fused_sdp_choice(query, query, query, attn_mask=mask)).name
         words += f" ({chosen.removesuffix('_ATTENTION').lower()})"
     if device.type != "cuda":
         return f"attention by {words}"

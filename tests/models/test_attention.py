@@ -4,9 +4,16 @@ between engine and actor is a gap."""
 import pytest
 import torch
 from tolerances import LOG_PROB
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flowgrpo_rc.dtypes import set_tf32
 from flowgrpo_rc.models import ModelConfig, attention
-from flowgrpo_rc.models.attention import ATTENTION_BACKENDS, check_attention_backend, use_attention_backend
+from flowgrpo_rc.models.attention import (
+    ATTENTION_BACKENDS,
+    check_attention_backend,
+    kernels_in_words,
+    use_attention_backend,
+)
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
@@ -28,6 +35,24 @@ def test_the_names_are_those_of_diffusers():
     from diffusers.models.attention_dispatch import AttentionBackendName
 
     assert sorted(ATTENTION_BACKENDS) == sorted(name.value for name in AttentionBackendName)
+
+
+@pytest.mark.parametrize(("backend", "found"), [(SDPBackend.MATH, "math"), (SDPBackend.FLASH_ATTENTION, "flash")])
+@pytest.mark.parametrize("masks", [False, True])
+def test_the_first_lines_name_the_kernel_that_torch_chooses(backend, found, masks):
+    with sdpa_kernel(backend):
+        said = kernels_in_words(None, 32, masks, torch.float32, torch.device("cpu"))
+    assert said == f"attention by native ({found})"
+
+
+@pytest.mark.parametrize(("allowed", "products"), [(False, "float32"), (True, "TF32")])
+def test_the_first_lines_of_a_gpu_say_how_it_multiplies(allowed, products):
+    set_tf32(allowed)
+    try:
+        said = kernels_in_words("_native_math", None, False, torch.bfloat16, torch.device("cuda"))
+    finally:
+        set_tf32(False)
+    assert said == f"attention by _native_math, products of float32 in {products}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
