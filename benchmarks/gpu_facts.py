@@ -86,7 +86,7 @@ def attention(label: str, shape: tuple[int, int, int, int], dtype: torch.dtype, 
 
 
 def rows_with_equal_bits() -> dict[int, bool]:
-    """Whether fewer rows of a bfloat16 product have the bits of many: engine and actor have different numbers."""
+    """By number of rows: a bfloat16 product of so many has the bits of 4096. Engine and actor differ in their rows."""
     x, w = (torch.randn(rows, 3072, device=DEVICE, dtype=torch.bfloat16) for rows in (4096, 3072))
     whole = x @ w.T
     return {rows: torch.equal(x[:rows] @ w.T, whole[:rows]) for rows in (64, 256, 1024, 2048)}

@@ -172,7 +172,7 @@ class Measurement:
         self.seconds = seconds
         self.state: dict[str, Any] = {}
         self.batches: dict[str, Any] = {}
-        """What each engine drew."""
+        """Recorded steps of each engine."""
         self.model = self.measured("build", lambda: random_model(folder, torch.bfloat16, device))
         case = self.case
         self.lora = ModelConfig(
@@ -194,7 +194,7 @@ class Measurement:
                 try:
                     kind(label, **settings)
                 except (torch.OutOfMemoryError, RuntimeError, AssertionError, ImportError) as error:
-                    # What this device or its packages do not have must not end the others.
+                    # Kernels or packages that are missing here must not end the others.
                     self.row(f"{kind.__name__}, {label}", error=f"{type(error).__name__}: {error}"[:300])
                 gc.collect()
                 if self.device.type == "cuda":

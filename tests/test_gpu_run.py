@@ -1,4 +1,4 @@
-"""``scripts/gpu_run.sh``: its parts are run whatever the others do, and it says which have failed."""
+"""``scripts/gpu_run.sh`` runs each part whatever the others do, and writes which have failed."""
 
 import json
 import os

@@ -313,8 +313,8 @@ class RolloutConfig(Section):
     """Add each adapter that the engine takes over to its weights, so that a forward costs as much as the base's. The
     adapted layers are then the engine's own, and rounding the sums to ``dtype`` is part of the off-policy gap."""
     torch_compile: bool = False
-    """Compile the blocks of the engine's transformer. Where ``model.torch_compile`` is false, the gap gains the
-    compiler's rounding. The first images pay for it; a CPU needs a C++ compiler, a GPU triton."""
+    """Compile the blocks of the engine's transformer. Without ``model.torch_compile`` the gap gains the compiler's
+    rounding. The first images pay for it; a CPU needs a C++ compiler, a GPU triton."""
     rollout_attn_backend: str | None = None
     """How the engine's transformer computes attention. With ``name=diffusers`` one of diffusers' attention backends,
     tried before the model is loaded; with ``vllm_omni`` one of vllm-omni's, which has its own names for them. Null is

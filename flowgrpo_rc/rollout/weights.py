@@ -23,7 +23,7 @@ FIRST_WITH_FP8 = (8, 9)
 
 
 def on_device(quantization: str | None, device: torch.device) -> str | None:
-    """What ``rollout.quantization`` is on ``device``: ``fp8`` is emulated where there are no float8 kernels."""
+    """The value of ``rollout.quantization`` on ``device``: ``fp8`` is emulated without float8 kernels."""
     if quantization != "fp8":
         return quantization
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_WITH_FP8
@@ -43,7 +43,7 @@ def layers_to_round(
             ``int8`` and ``fp8``, and none for ``fp8_emulated``.
 
     Raises:
-        ValueError: a name of ``skip`` is that of no such layer.
+        ValueError: ``skip`` names a layer that ``quantization`` does not round anyway.
     """
     if quantization is None:
         return set()

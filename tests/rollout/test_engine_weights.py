@@ -83,7 +83,7 @@ def test_a_merged_engine_draws_what_one_with_its_adapter_beside_draws(tiny_model
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merging_takes_memory_for_the_adapted_layers_alone(dtype):
-    """Where the precision is the actor's."""
+    """If its precision is the actor's."""
     model = load_model("asset:tiny_qwen_image", dtype=dtype)
     engine = engine_of(model, getattr(torch, dtype), merge_adapter=True)
     synced(engine)
