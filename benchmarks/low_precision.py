@@ -7,7 +7,9 @@
 Settings, batches and learning rate are the gap study's in bypass mode. The LoRA's weights are float32 in all of them.
 ``float32`` has engine and actor in float32, ``engine_bfloat16`` the engine in bfloat16; ``lora_float32`` and
 ``lora_bfloat16`` have both in bfloat16, and the LoRA's products as they say; ``int8``, ``fp8`` and ``nf4`` are
-``lora_bfloat16`` with such a base (``make quantization`` installs what rounds it). The last part of a name is the clip.
+``lora_bfloat16`` with such a base (``make quantization`` installs what rounds it). ``engine_int8`` and
+``engine_merged`` are ``lora_bfloat16`` with an engine in 8 bits or with a merged adapter. The last part of a name is the
+clip.
 Resumable, as ``training_runs.py`` says.
 """
 
@@ -34,11 +36,17 @@ PRECISIONS: dict[str, Overrides] = {
     "lora_bfloat16": BFLOAT16,
     **{name: BFLOAT16 | {f"{ACTOR}.quantization": name} for name in BASE_QUANTIZATIONS},
 }
+ENGINES: dict[str, Overrides] = {
+    "engine_int8": BFLOAT16 | {f"{ROLLOUT}.quantization": "int8"},
+    "engine_merged": BFLOAT16 | {f"{ROLLOUT}.merge_adapter": True},
+}
+CLIPS: dict[str, Any] = {"1e-4": 1e-4, "1e-3": 1e-3, "auto": "auto"}
 SETTINGS: dict[str, Overrides] = {
-    f"{model}_{precision}_{clip}": BYPASS | own | settings | {f"{LOSS}.clip_ratio": float(clip)}
+    f"{model}_{name}_{clip}": BYPASS | own | settings | {f"{LOSS}.clip_ratio": CLIPS[clip]}
     for model, own in {"demo": {}, "sd3": MODEL}.items()
-    for clip in ("1e-4", "1e-3")
-    for precision, settings in PRECISIONS.items()
+    for kinds, clips in ((PRECISIONS, ("1e-4", "1e-3")), (ENGINES, ("1e-3", "auto")))
+    for clip in clips
+    for name, settings in kinds.items()
 }
 HEADER = (
     "| setting | gap before an update | outside the clip | held out at the end, by seed | mean |\n|---|---|---|---|---|"
