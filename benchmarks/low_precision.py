@@ -8,8 +8,7 @@ Settings, batches and learning rate are the gap study's in bypass mode. The LoRA
 ``float32`` has engine and actor in float32, ``engine_bfloat16`` the engine in bfloat16; ``lora_float32`` and
 ``lora_bfloat16`` have both in bfloat16, and the LoRA's products as they say; ``int8``, ``fp8`` and ``nf4`` are
 ``lora_bfloat16`` with such a base (``make quantization`` installs what rounds it). ``engine_int8`` and
-``engine_merged`` are ``lora_bfloat16`` with an engine in 8 bits or with a merged adapter. The last part of a name is the
-clip.
+``engine_merged`` are ``lora_bfloat16`` with such an engine. The last part of a name is the clip.
 Resumable, as ``training_runs.py`` says.
 """
 
