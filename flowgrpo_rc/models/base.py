@@ -193,6 +193,8 @@ class DiffusionModel(ABC):
         self.pipe = pipe
         self.batch_guidance = True
         """Compute both halves of a guided velocity in one call of the transformer: ``ModelConfig.batch_guidance``."""
+        self.prompt_multiple = 1
+        """Pad prompts to a multiple of so many embeddings: ``ModelConfig.prompt_length_multiple``."""
         self.text_encoders: Callable[[], AbstractContextManager[None]] = nullcontext
         """``with model.text_encoders():`` holds the text encoders in memory, which ``encode`` needs. A
         ``PipelineLoader`` reads them at the beginning of the ``with`` and frees them at its end."""

@@ -90,6 +90,9 @@ class ModelConfig(Section):
     engine and actor alike. It is faster wherever calls, not multiplications, take the time. False makes two calls with
     half the rows each, equal to rounding: for a device without memory for twice ``rollout.micro_batch_size`` rows, or
     for prompts much longer than the negative ones, which one call pads to their length."""
+    prompt_length_multiple: PositiveInt = 1
+    """Pad the prompts of a batch to a multiple of so many embeddings, so that a run has few shapes; blocks are compiled
+    and a GPU chooses kernels for each. It holds for families that mask padding, and numbers change by rounding."""
     prompt_store: PathText | None = None
     """Folder for the embeddings of prompts, which are made once for all runs and processes; the text encoder is loaded
     only for prompts that are missing there. null is a folder for each text encoder in

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import DiffusionModel, EncodedPrompt, Prompts
@@ -42,7 +43,8 @@ class PromptEncoder:
         else:
             encode_into(self._store, self._model, [key for key in distinct if key not in self._store])
             rows = {key: self._store.read(key) for key in distinct}
-        return pad([rows[key] for key in keys])
+        # Padding must not matter.
+        return pad([rows[key] for key in keys], self._model.prompt_multiple if self._model.masks_prompts else 1)
 
 
 def check_length(model: DiffusionModel, max_sequence_length: int, section: str = "pipeline") -> None:
@@ -144,12 +146,14 @@ def _has_text(tokenizer: Any, tokens: list[int], kept: int) -> bool:
     return bool(tokenizer.decode(known).strip())
 
 
-def pad(rows: Sequence[EncodedPrompt]) -> Prompts:
-    """Stack embeddings ``(T_i, D)`` into ``(P, max T, D)``; no mask when all lengths agree. Raises ``ValueError`` if
-    their reference images have other sizes, which one batch cannot hold."""
+def pad(rows: Sequence[EncodedPrompt], multiple: int = 1) -> Prompts:
+    """Stack embeddings ``(T_i, D)`` into ``(P, T, D)``, with ``T`` the first ``multiple`` that holds the longest; no
+    mask without padding. Raises ``ValueError`` if their reference images have other sizes, which one batch cannot
+    hold."""
     lengths = tuple(len(row.embeds) for row in rows)
     embeds = torch.nn.utils.rnn.pad_sequence([row.embeds for row in rows], batch_first=True)
-    all_real = min(lengths) == max(lengths)
+    embeds = F.pad(embeds, (0, 0, 0, -max(lengths) % multiple))
+    all_real = min(lengths) == embeds.shape[1]
     mask = torch.arange(embeds.shape[1])[None] < torch.tensor(lengths)[:, None]
     pooled = [row.pooled for row in rows if row.pooled is not None]
     references = [row.references for row in rows if row.references is not None]

@@ -109,6 +109,7 @@ class ImagePolicy:
         check_length(loader.model, pipeline.max_sequence_length)
         self.model = loader.load()
         self.model.batch_guidance = lora.batch_guidance
+        self.model.prompt_multiple = lora.prompt_length_multiple
         store = open_store(lora.prompt_store, self.model, lora.dtype)
         self._encoder = PromptEncoder(self.model, pipeline.max_sequence_length, store)
         self._rollout = sampling

@@ -213,6 +213,7 @@ class Run:
         shard = partial(shard_base, config=fsdp, device=self.accelerator.device) if fsdp.shard else None
         self.model = loader.load(shard)
         self.model.batch_guidance = parts.model.batch_guidance
+        self.model.prompt_multiple = parts.model.prompt_length_multiple
         self.encoder = PromptEncoder(self.model, parts.rollout.pipeline.max_sequence_length, self.store)
         self.engine = build_engine(parts.rollout, self.model, parts.model, self.accelerator.device, self._share)
         # Again: loaders and engines draw different amounts, and the adapter must not depend on them.

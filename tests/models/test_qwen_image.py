@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from tolerances import LATENT, guided
 from torch.testing import assert_close
 
 from flowgrpo_rc.models import Conditioning, ModelConfig, PromptEncoder, UnsupportedModelError, load_model
+from flowgrpo_rc.models.base import EncodedPrompt
 from flowgrpo_rc.models.load import read_pipeline_class
 from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.models.prompts import pad
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 from flowgrpo_rc.rollout.seeds import seed_for
 
@@ -64,6 +67,30 @@ def test_one_frame_in_2d_equals_the_vae_own(tiny_model):
     assert len(changed) > 10
     for ours, original in zip(short, run(), strict=True):
         assert_close(ours, original, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("multiple", "width"), [(1, 5), (4, 8), (5, 5), (8, 8)])
+def test_prompts_are_padded_to_a_multiple(multiple, width):
+    rows = [EncodedPrompt(torch.full((length, 3), float(length))) for length in (2, 5)]
+    prompts = pad(rows, multiple)
+    assert prompts.embeds.shape == (2, width, 3)
+    assert prompts.embeds[:, :, 0].sum(1).tolist() == [4, 25]
+    assert prompts.lengths == (2, 5)
+    assert prompts.mask.sum(1).tolist() == [2, 5]
+    assert pad(rows[1:], multiple).lengths == (None if width == 5 else (5,))
+
+
+def test_padding_to_a_multiple_changes_a_velocity_by_rounding(tiny_model):
+    latents = torch.randn(2, *tiny_model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
+    found = []
+    for multiple in (1, 32):
+        tiny_model.prompt_multiple = multiple
+        encode = PromptEncoder(tiny_model, 64)
+        cond = Conditioning(encode(["a", 'the text "12"']), encode([" ", " "]), 4.0, None, 32, 32)
+        assert cond.prompts.embeds.shape[1] % multiple == 0
+        with torch.no_grad():
+            found.append(tiny_model.velocity(tiny_model.transformer, latents, torch.tensor([900.0, 100.0]), cond))
+    assert_close(*found, rtol=0, atol=guided(LATENT, 4.0))
 
 
 @pytest.mark.portable

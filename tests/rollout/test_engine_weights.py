@@ -185,6 +185,21 @@ def test_an_engines_compiled_blocks_are_its_own_on_the_same_weights(tiny_model, 
     assert_close(found, log_probs(eager, tiny_model), rtol=0, atol=LOG_PROB)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("multiple", "most"), [(1, 9), (16, 1)])
+def test_lengths_of_prompts_in_multiples_make_fewer_graphs(tiny_model, monkeypatch, multiple, most):
+    """Three batches whose longest prompts differ, one of them without padding."""
+    graphs = []
+    monkeypatch.setattr(diffusers_engine, "COMPILE_BACKEND", lambda graph, _inputs: graphs.append(1) or graph)
+    torch._dynamo.reset()
+    engine = engine_of(tiny_model, torch_compile=True)
+    tiny_model.prompt_multiple = multiple
+    synced(engine)
+    for words in (["x", 'the text "12"'], ["x", 'the text "345"'], ["y", "x"]):
+        engine.generate(request_for(tiny_model, words, index=(0, 1), starts=(0, 0)))
+    assert most // 3 <= len(graphs) <= most
+
+
 def test_an_engine_shares_an_actors_compiled_blocks(tiny_model):
     lora = ModelConfig(lora_rank=4, lora_alpha=8, torch_compile=True)
     for compiles in (True, False):
@@ -199,6 +214,7 @@ def test_inductor_has_one_graph_for_all_blocks(tiny_model, merge_adapter):
         pytest.skip("needs a C++ compiler")
     from torch._dynamo.utils import counters
 
+    torch._dynamo.reset()
     counters.clear()
     engine = engine_of(tiny_model, torch_compile=True, merge_adapter=merge_adapter)
     eager = engine_of(load_model("asset:tiny_qwen_image"))
