@@ -101,6 +101,11 @@ class Crossings(TorchFunctionMode):
             return self._lock(first.clone())
         if kwargs.pop("pin_memory", False):
             return self._lock(function(*args, **kwargs))
+        if name == "backward":
+            return self._backward(first)
+        if name == "new_tensor" and isinstance(first, OnDevice):  # of numbers that Python holds
+            note("to device")
+            return OnDevice(function(first.values, *args[1:], **kwargs))
         if name in ("tolist", "numpy") and isinstance(first, OnDevice):
             note(name)
             return getattr(first.values, name)(*args[1:])
@@ -131,6 +136,16 @@ class Crossings(TorchFunctionMode):
             args = tuple(_on_host(argument) for argument in args)
             kwargs = {key: _on_host(value) for key, value in kwargs.items()}
             return OnDevice(function(*args, **kwargs))
+
+    def _backward(self, loss):
+        """With this mode on, for activations are recomputed: torch takes a mode off while it handles a call."""
+        super().__enter__()
+        try:
+            torch.autograd.graph._engine_run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+        finally:
+            super().__exit__(None, None, None)
 
     def _copied(self, target, source, non_blocking=False):
         sides = [isinstance(tensor, OnDevice) for tensor in (target, source)]
