@@ -200,7 +200,7 @@ def _note_operation(name, args, kwargs):
             note("to device")
         return True
     for tensor in tree_leaves((args, kwargs)):
-        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, OnDevice) and tensor.dim():
+        if isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.dim():
             raise AssertionError(f"{name} of tensors on the device and on the host")
     return True
 
@@ -230,9 +230,8 @@ def _computed(value):
     if isinstance(value, list | tuple):
         return [_computed(one) for one in value]
     if isinstance(value, torch.Tensor) and value.is_meta:
-        # The zero of autograd's own ``where``: what Python hands to one has been made a tensor before.
-        assert value.dim() == 0
-        return torch.zeros((), dtype=value.dtype)
+        # Zeros that autograd makes itself: what Python hands to an operation has been made a tensor before.
+        return torch.zeros(value.shape, dtype=value.dtype)
     return value
 
 
