@@ -597,7 +597,7 @@ class DiffusionModel(ABC):
         """Mean and standard deviation of each channel of a video VAE's latents, ``(1, C, 1, 1, 1)``."""
         vae = self.pipe.vae
         mean, std = (
-            torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1)
+            onto(torch.tensor(values, dtype=vae.dtype).view(1, -1, 1, 1, 1), vae.device)
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
         return mean, std

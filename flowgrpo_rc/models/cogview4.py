@@ -12,6 +12,7 @@ from flowgrpo_rc.models.base import Conditioning, EncodedPrompt
 from flowgrpo_rc.models.latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, texts
 from flowgrpo_rc.quiet import IMPORTS, only_errors
+from flowgrpo_rc.transfers import onto
 
 
 class CogView4(SpatialLatents):
@@ -48,7 +49,10 @@ class CogView4(SpatialLatents):
         return -(-max_sequence_length // 16) * 16
 
     def _inputs(self, dtype: torch.dtype, latents: Tensor, timesteps: Tensor, cond: Conditioning) -> dict[str, Any]:
-        size = latents.new_tensor([[cond.height, cond.width]], dtype=dtype).expand(len(latents), 2)
+        sides = [latents.new_full((len(latents),), side, dtype=dtype) for side in (cond.height, cond.width)]
+        size = torch.stack(sides, 1)
+        # diffusers makes this table on the host, and every block would copy it.
+        cosines, sines = self.transformer.rope(latents)
         return {
             "hidden_states": latents.to(dtype),
             "encoder_hidden_states": cond.prompts.embeds.to(dtype),
@@ -57,6 +61,7 @@ class CogView4(SpatialLatents):
             "target_size": size,
             "crop_coords": torch.zeros_like(size),
             "attention_mask": cond.prompts.mask,
+            "image_rotary_emb": (onto(cosines, latents.device), onto(sines, latents.device)),
         }
 
     def _schedule_arguments(self, config: Any, num_inference_steps: int, tokens: int) -> dict[str, Any]:

@@ -110,6 +110,8 @@ class FluxKontext(Flux):
 
 def grid_positions(first: int, rows: int, columns: int, device: torch.device) -> Tensor:
     """Positions ``(rows * columns, 3)`` of an image's tokens: ``first``, row, column."""
-    grid = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    places = [torch.full((rows, columns), float(first)), *grid]
-    return torch.stack([place.flatten().float() for place in places], 1).to(device)
+    # Made on the device: a host tensor would be copied in every forward.
+    sides = (torch.arange(number, device=device) for number in (rows, columns))
+    grid = torch.meshgrid(*sides, indexing="ij")
+    places = [torch.full((rows, columns), float(first), device=device), *grid]
+    return torch.stack([place.flatten().float() for place in places], 1)

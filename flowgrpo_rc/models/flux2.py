@@ -90,15 +90,16 @@ class Flux2Klein(PackedLatents):
         target = (cond.height // self._multiple, cond.width // self._multiple)
         # The target's time is 0, that of the first reference 10, of the second 20.
         grids = enumerate([target, *cond.prompts.reference_grids])
-        image = torch.cat([_positions(10 * i, rows, columns, 1) for i, (rows, columns) in grids])
-        text = _positions(0, 1, 1, cond.prompts.embeds.shape[1])
+        device = latents.device
+        image = torch.cat([_positions(10 * i, rows, columns, 1, device) for i, (rows, columns) in grids])
+        text = _positions(0, 1, 1, cond.prompts.embeds.shape[1], device)
         return {
             "hidden_states": self._with_references(latents, cond.prompts).to(dtype),
             "timestep": timesteps.to(dtype) / 1000,
             "guidance": self._embedded_guidance(timesteps, cond),
             "encoder_hidden_states": cond.prompts.embeds.to(dtype),
-            "txt_ids": text.to(latents.device).expand(len(latents), -1, -1),
-            "img_ids": image.to(latents.device).expand(len(latents), -1, -1),
+            "txt_ids": text.expand(len(latents), -1, -1),
+            "img_ids": image.expand(len(latents), -1, -1),
         }
 
     def _shift(self, config: Any, num_inference_steps: int, tokens: int) -> float:
@@ -140,6 +141,8 @@ class Flux2(Flux2Klein):
         return self.pipe.tokenizer.apply_chat_template(messages, tokenize=False)
 
 
-def _positions(time: int, rows: int, columns: int, tokens: int) -> Tensor:
+def _positions(time: int, rows: int, columns: int, tokens: int, device: torch.device) -> Tensor:
     """Positions ``(rows * columns * tokens, 4)``: time, row, column, token."""
-    return torch.cartesian_prod(torch.tensor([time]), *(torch.arange(n) for n in (rows, columns, tokens)))
+    # Made on the device: a host tensor would be copied in every forward.
+    first = torch.full((1,), time, device=device)
+    return torch.cartesian_prod(first, *(torch.arange(n, device=device) for n in (rows, columns, tokens)))
