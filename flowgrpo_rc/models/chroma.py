@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowgrpo_rc.models.base import Conditioning, DiffusionModel, EncodedPrompt
 from flowgrpo_rc.models.flux import Flux
@@ -21,6 +21,12 @@ class Chroma(Flux):
 
     masks_attention = True
     solver_spaces_levels = False
+
+    def __init__(self, pipe: Any) -> None:
+        super().__init__(pipe)
+        if hasattr(pipe.transformer, "time_text_embed"):  # Bria's has none
+            embedding = pipe.transformer.time_text_embed
+            embedding.guidance_proj = _NoGuidance(embedding.guidance_proj, embedding.mod_proj.device)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
@@ -62,3 +68,16 @@ class Chroma(Flux):
             return super()._call(transformer, inputs)
         finally:
             transformer._gradient_checkpointing_func = recompute
+
+
+class _NoGuidance(nn.Module):
+    """Embedding of guidance 0 for every row. diffusers makes it on the host, and would copy it in every forward."""
+
+    row: Tensor
+
+    def __init__(self, embedding: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("row", embedding(torch.zeros(1, device=device)), persistent=False)
+
+    def forward(self, guidance: Tensor) -> Tensor:
+        return self.row.expand(len(guidance), -1)

@@ -9,6 +9,7 @@ from torch import Tensor
 from flowgrpo_rc.models.base import Conditioning, EncodedPrompt
 from flowgrpo_rc.models.latents import SpatialLatents
 from flowgrpo_rc.prompt import Prompt, as_prompt, is_negative
+from flowgrpo_rc.transfers import onto
 
 BEFORE_PROMPT = " <Prompt Start> "
 """Text of the pipeline between its system prompt and a prompt."""
@@ -57,6 +58,22 @@ class Lumina2(SpatialLatents):
             "encoder_hidden_states": cond.prompts.embeds.to(dtype),
             "encoder_attention_mask": cond.prompts._real(),
         }
+
+    def _forward(
+        self, transformer: Any, latents: Tensor, timesteps: Tensor, cond: Conditioning, half: str = "positive"
+    ) -> Tensor:
+        """Without a host sync. In every forward the embedder of positions reads the lengths of captions from its mask,
+        which is therefore on the host here, and copies its tables to the device, where they are put once."""
+        embedder = transformer.rope_embedder
+        embedder.freqs_cis = [onto(table, latents.device) for table in embedder.freqs_cis]
+        count, longest = cond.prompts.embeds.shape[:2]
+        lengths = torch.tensor(cond.prompts.lengths or [longest] * count)
+        real = torch.arange(longest) < lengths[:, None]
+        hook = embedder.register_forward_pre_hook(lambda _, given: (given[0], real))
+        try:
+            return super()._forward(transformer, latents, timesteps, cond, half)
+        finally:
+            hook.remove()
 
     def _velocity_of(self, output: Tensor, latents: Tensor) -> Tensor:
         """The transformer's time runs from noise to image, and so does what it answers."""

@@ -26,6 +26,7 @@ class QwenImage(PackedLatents):
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe)
         use_2d_convolutions_for_one_frame(pipe.vae)
+        _leave_lengths_out()
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Prompt], max_sequence_length: int) -> list[EncodedPrompt]:
@@ -62,6 +63,24 @@ class QwenImage(PackedLatents):
 
     def _encode_pixels(self, pixels: Tensor) -> Tensor:
         return self._pack(self._encode_one_frame(pixels))
+
+
+def _leave_lengths_out() -> None:
+    """Let diffusers' transformers, all of this process, compute no lengths of prompts from their mask: they ignore
+    them, and every forward would wait for the device."""
+    from diffusers.models.transformers import transformer_qwenimage as theirs
+
+    # Only a speedup: a diffusers without the function works as it is.
+    original = getattr(theirs, "compute_text_seq_len_from_mask", None)
+    if original is None or original.__module__ == __name__:
+        return
+
+    def padded_length(embeds: Tensor, mask: Tensor | None) -> tuple[int, None, Tensor | None]:
+        length, _, _ = original(embeds, None)
+        real = None if mask is None else mask.bool()
+        return length, None, real
+
+    theirs.compute_text_seq_len_from_mask = padded_length
 
 
 def _use_real_rotations(transformer: Any) -> None:
