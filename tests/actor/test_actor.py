@@ -41,6 +41,7 @@ class Setup:
         record_means=False,
         images=8,
         window=2,
+        texts=('the text "12"', 'the text "34"'),
         **config,
     ):
         self.engine = DiffusersEngine(model, lora, dtype=dtype, micro_batch_size=8, device="cpu")
@@ -67,7 +68,7 @@ class Setup:
         self.engine.sync(adapter_state(self.actor.transformer), 0)
         encoder = PromptEncoder(model, 512)
         negative = encoder([" "] * 2) if cfg > 1 else None
-        self.cond = Conditioning(encoder(['the text "12"', 'the text "34"']), negative, cfg, None, 32, 32)
+        self.cond = Conditioning(encoder(list(texts)), negative, cfg, None, 32, 32)
         prompts = torch.arange(2).repeat_interleave(images // 2)
         request = RolloutRequest(
             conditioning=self.cond,

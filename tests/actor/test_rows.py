@@ -28,9 +28,9 @@ from them as float32 rounds.
 class Rig(Setup):
     """An actor with a random adapter, and four images with three steps each that a bfloat16 engine drew."""
 
-    def __init__(self):
+    def __init__(self, **changes):
         model = load_model("asset:tiny_qwen_image")
-        super().__init__(model, torch.bfloat16, record_means=True, images=IMAGES, window=WINDOW)
+        super().__init__(model, torch.bfloat16, record_means=True, images=IMAGES, window=WINDOW, **changes)
         self.start = [value.detach().clone() for value in adapter_parameters(self.actor.transformer).values()]
         self.batch[Key.ADVANTAGES] = torch.tensor([1.0, -1.0, 2.0, -0.5])
         log_probs = self.actor.rescore(self.batch, self.cond)["log_probs"]

@@ -19,7 +19,8 @@ ONE_WAIT = {("actor/actor.py", "to host"): 1}
 @pytest.fixture(scope="module")
 def rig():
     torch.set_num_threads(1)
-    rig = Rig()
+    rig = Rig(texts=('the text "12"', "x"), cfg=4.0)
+    assert len({*rig.cond.prompts.lengths}) > 1
     actor = rig.actor
     put_on_device(actor.transformer)
     actor._parameters = list(adapter_parameters(actor.transformer).values())
