@@ -33,6 +33,7 @@ from flowgrpo_rc.rollout.config import EMULATED, QUANTIZATIONS, RolloutConfig
 from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
 from flowgrpo_rc.rollout.sampling import RequestSampler, micro_batches
 from flowgrpo_rc.rollout.weights import (
+    check_kernels,
     layers_to_round,
     merge_into_weights,
     on_device,
@@ -99,6 +100,7 @@ class DiffusersEngine:
         self._dtype = dtype
         self._micro_batch_size = micro_batch_size
         self._gathers = gather_weights
+        check_kernels(quantization, dtype, self._device)
         quantization = on_device(quantization, self._device)
         self._rounds_adapter = quantization == EMULATED and not merge_adapter
         self._compiles = torch_compile
@@ -131,7 +133,8 @@ class DiffusersEngine:
         self._round(rounded - self._rounded)
         # The engine never learns, and gradients of its adapter would go to the optimizer.
         self.transformer.requires_grad_(False).eval()
-        if torch_compile and not self._shares:
+        # An actor beside the engine compiles the blocks that they share.
+        if torch_compile and (alone or not self._shares):
             model.compile_blocks(self.transformer, COMPILE_BACKEND)
         # Outside of a rollout the transformer is the actor's.
         activate(self.transformer, None)

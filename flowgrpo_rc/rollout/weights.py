@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.lora import linear_layers
-from flowgrpo_rc.models.quantization import block_layers
+from flowgrpo_rc.models.quantization import block_layers, check_packages
 from flowgrpo_rc.rollout.config import EMULATED
 
 FP8_MAX = 448.0
@@ -28,6 +29,22 @@ def on_device(quantization: str | None, device: torch.device) -> str | None:
         return quantization
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_WITH_FP8
     return "fp8" if able else EMULATED
+
+
+def check_kernels(quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Check that an engine in ``dtype`` can have ``rollout.quantization`` on ``device``, before anything is loaded.
+
+    Raises:
+        UnsupportedModelError: the package of its kernels is missing.
+        ValueError: they do not take ``dtype``.
+    """
+    here = on_device(quantization, device)
+    check_packages(engine=here)
+    if here == "fp8" and dtype != torch.bfloat16:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.dtype: got {dtype_name(dtype)} with quantization=fp8, whose kernels take "
+            f"bfloat16 alone; set it to bfloat16, or quantization={EMULATED}"
+        )
 
 
 def layers_to_round(

@@ -16,7 +16,7 @@ from flowgrpo_rc.actor.noising import noise_images
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.data import PromptRecord
-from flowgrpo_rc.dtypes import set_tf32
+from flowgrpo_rc.dtypes import set_tf32, torch_dtype
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models import Conditioning, ModelConfig, PipelineLoader, PromptEncoder
 from flowgrpo_rc.models.lora import save_lora
@@ -28,7 +28,7 @@ from flowgrpo_rc.rollout import RolloutConfig, RolloutRequest, build_engine
 from flowgrpo_rc.rollout.config import rounded_base_problems
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, START, WINDOW, generator_for, seed_for
-from flowgrpo_rc.rollout.weights import on_device
+from flowgrpo_rc.rollout.weights import check_kernels
 from flowgrpo_rc.sde import draw_window_start
 from flowgrpo_rc.section import convert
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
@@ -102,7 +102,7 @@ class ImagePolicy:
         check_packages(lora.quantization, config.optim.name)
         set_tf32(lora.allow_tf32)
         accelerator = Accelerator(cpu=device == "cpu")
-        check_packages(engine=on_device(sampling.quantization, accelerator.device))
+        check_kernels(sampling.quantization, torch_dtype(sampling.dtype), accelerator.device)
         loader = PipelineLoader(lora.path, dtype=lora.dtype, device=accelerator.device, quantization=lora.quantization)
         guidance = (pipeline.guidance_scale, pipeline.true_cfg_scale)
         loader.model.check_request(pipeline.height, pipeline.width, *guidance)

@@ -33,7 +33,7 @@ from flowgrpo_rc.rollout import RolloutRequest, Trajectories, build_engine
 from flowgrpo_rc.rollout.build import check_engine, check_placement
 from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig, Share
 from flowgrpo_rc.rollout.proof import check_rollout
-from flowgrpo_rc.rollout.weights import on_device
+from flowgrpo_rc.rollout.weights import check_kernels
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
 from flowgrpo_rc.trainer.checkpoint import fingerprint, random_states, restore_random_states
@@ -147,7 +147,7 @@ class Run:
         for name, section in (("model", parts.model), ("rollout", parts.rollout)):
             if section.torch_compile:
                 _check_compiler(f"actor_rollout_ref.{name}.torch_compile", self.accelerator.device.type)
-        check_packages(engine=on_device(config.actor_rollout_ref.rollout.quantization, self.accelerator.device))
+        check_kernels(parts.rollout.quantization, torch_dtype(parts.rollout.dtype), self.accelerator.device)
         _check_attention(config, pipeline_class, self.accelerator.device)
         if config.actor_rollout_ref.rollout.cache.name is not None:
             config.actor_rollout_ref.rollout.cache.of_diffusers()  # its options; the engine checks the transformer

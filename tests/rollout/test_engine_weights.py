@@ -8,13 +8,13 @@ from rollout_cases import random_like, request_for
 from tolerances import LOG_PROB
 from torch.testing import assert_close
 
-from flowgrpo_rc.models import ModelConfig, load_model
+from flowgrpo_rc.models import ModelConfig, load_model, quantization
 from flowgrpo_rc.models.lora import adapter_state, base_parameters, linear_layers, target_layers
 from flowgrpo_rc.models.qwen_image import _rotate
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutConfig, diffusers_engine
 from flowgrpo_rc.rollout.build import digest_rule
 from flowgrpo_rc.rollout.config import EMULATED
-from flowgrpo_rc.rollout.weights import layers_to_round, on_device, round_fp8_rows
+from flowgrpo_rc.rollout.weights import check_kernels, layers_to_round, on_device, round_fp8_rows
 
 LORA = ModelConfig(lora_rank=4, lora_alpha=8)
 
@@ -139,6 +139,17 @@ def test_fp8_is_emulated_without_kernels(monkeypatch, capability, found):
         assert on_device(kept, gpu) == kept
 
 
+def test_fp8_kernels_take_bfloat16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(quantization, "find_spec", lambda name: True)
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match=r"rollout.dtype: got float32 with quantization=fp8, .* to bfloat16, or"):
+        check_kernels("fp8", torch.float32, gpu)
+    check_kernels("fp8", torch.bfloat16, gpu)
+    for kind in (EMULATED, "fp8", None):
+        check_kernels(kind, torch.float32, torch.device("cpu"))
+
+
 def test_fp8_on_a_cpu_is_the_emulation(tiny_model):
     """Weights, digests and the rule that the trainer works out without the engine."""
     named, emulated = (engine_of(tiny_model, torch.bfloat16, quantization=name) for name in ("fp8", EMULATED))
@@ -203,7 +214,11 @@ def test_lengths_of_prompts_in_multiples_make_fewer_graphs(tiny_model, monkeypat
 def test_an_engine_shares_an_actors_compiled_blocks(tiny_model):
     lora = ModelConfig(lora_rank=4, lora_alpha=8, torch_compile=True)
     for compiles in (True, False):
-        assert engine_of(load_model("asset:tiny_qwen_image"), lora=lora, torch_compile=compiles)._shares
+        engine = engine_of(load_model("asset:tiny_qwen_image"), lora=lora, torch_compile=compiles)
+        assert engine._shares
+        assert compiled(engine.transformer) == {False}  # the actor will do it
+    alone = engine_of(load_model("asset:tiny_qwen_image"), lora=lora, torch_compile=True, alone=True)
+    assert compiled(alone.transformer) == {True}
 
 
 @pytest.mark.slow
