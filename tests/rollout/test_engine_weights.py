@@ -211,6 +211,7 @@ def test_lengths_of_prompts_in_multiples_make_fewer_graphs(tiny_model, monkeypat
     assert most // 3 <= len(graphs) <= most
 
 
+@pytest.mark.slow
 def test_an_engine_shares_an_actors_compiled_blocks(tiny_model):
     lora = ModelConfig(lora_rank=4, lora_alpha=8, torch_compile=True)
     for compiles in (True, False):
