@@ -11,7 +11,6 @@ from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.passes import Passes, Usage
 from flowgrpo_rc.planner.pipeline import FakePipeline
 from flowgrpo_rc.planner.settings import ROWS, PlannedRun
-from flowgrpo_rc.rollout.weights import layers_to_round
 
 # Assumed beside tensors: the device's context, libraries' workspaces, fragmentation of the allocator.
 RUNTIME = 3 * GIB
@@ -66,12 +65,8 @@ class Measured:
         lora_dtype = dtype if of_engine else run.model.lora_dtype
         computes_in = dtype if of_engine else run.model.lora_computes_in
         quantization = run.engine_quantization if of_engine else run.model.quantization
-        pipeline = FakePipeline(run.model.path, torch_dtype(dtype))
-        if quantization is not None:
-            own = of_engine and run.rollout.quantization is not None
-            skip = run.rollout.quantization_skip if own else ()
-            layers = layers_to_round(pipeline.transformer, pipeline.model, quantization, skip)
-            pipeline.quantize(quantization, layers)
+        skip = run.rollout.quantization_skip if of_engine and run.rollout.quantization is not None else ()
+        pipeline = FakePipeline(run.model.path, torch_dtype(dtype), quantization, skip)
         autocast = run.autocast and not of_engine
         passes = Passes(pipeline, run.model, lora_dtype, run.rollout, autocast=autocast, lora_compute_dtype=computes_in)
         self.sizes = passes.sizes

@@ -21,6 +21,7 @@ from flowgrpo_rc.models.quantization import WIDE_COPIES, QuantizedLinear, held_b
 from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.quiet import only_errors
+from flowgrpo_rc.rollout.weights import layers_to_round
 
 FIELD = "actor_rollout_ref.model.path"
 # Folders ORGANISATION/NAME of configuration files. Their README names the sources.
@@ -37,12 +38,16 @@ class FakePipeline:
     Args:
         path: a pipeline's folder, ``asset:NAME``, or the hub name of a shipped one.
         dtype: of all weights.
+        quantization: of the transformer, one of ``LIBRARIES``.
+        skip: layers that it leaves as they are; see ``layers_to_round``.
 
     Raises:
         PlanError: there is no such pipeline, its class is not supported, or a file cannot be used.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, path: str, dtype: torch.dtype, quantization: str | None = None, skip: Iterable[str] | None = ()
+    ) -> None:
         folder = find_folder(path)
         index = _read_json(folder / "model_index.json")
         self.class_name = str(index.get("_class_name"))
@@ -64,9 +69,11 @@ class FakePipeline:
         self.text_encoders = [network for name, network in networks.items() if name.startswith("text_encoder")]
         self.model: Any = self._adapter(index)
         """The family's adapter, which calls the networks: a ``models.base.DiffusionModel`` or a part of one."""
+        if quantization is not None:
+            self._quantize(quantization, layers_to_round(self.transformer, self.model, quantization, skip))
 
-    def quantize(self, quantization: str, names: Iterable[str]) -> None:
-        """Give linear layers of the transformer the bytes that they have in ``quantization``, one of ``LIBRARIES``."""
+    def _quantize(self, quantization: str, names: Iterable[str]) -> None:
+        """Give these layers of the transformer the bytes that they have in ``quantization``."""
         with self.fake:
             for layer in map(self.transformer.get_submodule, names):
                 size = held_bytes(quantization, layer.out_features, layer.in_features)
