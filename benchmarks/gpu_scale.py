@@ -52,7 +52,7 @@ SMALL = {"num_layers": 12, "num_attention_heads": 8, "axes_dims_rope": [16, 56, 
 CASES = {
     "nano": Case(path="asset:tiny_qwen_image", tokens=24, guidance=4.0, rank=8, targets=QWEN, pixels=32, images=4,
                  engine_rows=4, actor_rows=2, steps=4),
-    "200m": Case(**QWEN_IMAGE | {"changes": SMALL, "tokens": 64}, pixels=512, images=64, engine_rows=32, actor_rows=16,
+    "460m": Case(**QWEN_IMAGE | {"changes": SMALL, "tokens": 64}, pixels=512, images=64, engine_rows=32, actor_rows=16,
                  steps=10),
     "sd35": Case(**SD35, pixels=512, images=48, engine_rows=24, actor_rows=6, steps=10),
     "sd35_1024": Case(**SD35, pixels=1024, images=8, engine_rows=8, actor_rows=2, steps=4),
@@ -158,12 +158,24 @@ def random_network(kind: Any, folder: Path, dtype: torch.dtype, device: str) -> 
     return network.eval()
 
 
+def lora_of(case: Case, folder: Path) -> Any:
+    """The section ``actor_rollout_ref.model`` of a case whose pipeline lies in ``folder``."""
+    from flowgrpo_rc.models import ModelConfig
+
+    return ModelConfig(
+        path=str(folder),
+        dtype="bfloat16",
+        lora_rank=case.rank,
+        lora_alpha=2 * case.rank,
+        target_modules=case.targets,
+        enable_gradient_checkpointing=True,
+    )
+
+
 class Measurement:
     """One case on one device."""
 
     def __init__(self, name: str, folder: Path, device: str, out: Path, seconds: float) -> None:
-        from flowgrpo_rc.models import ModelConfig
-
         self.name = name
         self.case = CASES[name]
         self.device = torch.device(device)
@@ -174,15 +186,7 @@ class Measurement:
         self.batches: dict[str, Any] = {}
         """Recorded steps of each engine."""
         self.model = self.measured("build", lambda: random_model(folder, torch.bfloat16, device))
-        case = self.case
-        self.lora = ModelConfig(
-            path=str(folder),
-            dtype="bfloat16",
-            lora_rank=case.rank,
-            lora_alpha=2 * case.rank,
-            target_modules=case.targets,
-            enable_gradient_checkpointing=True,
-        )
+        self.lora = lora_of(self.case, folder)
 
     def run(self) -> None:
         # Actors keep nearly half of the time, since updates are the larger part of a run.
@@ -333,21 +337,13 @@ class Measurement:
 def planned(case: Case, folder: Path) -> dict[str, Any]:
     """Peaks and operations that ``flowgrpo-rc plan`` counts for an update's micro-batch and a forward of the engine."""
     from flowgrpo_rc.actor import DiffusionActorConfig
-    from flowgrpo_rc.models import ModelConfig
     from flowgrpo_rc.planner.memory import MemoryPlan
     from flowgrpo_rc.planner.settings import PlannedRun
     from flowgrpo_rc.rollout import RolloutConfig
 
     size = {"height": case.pixels, "width": case.pixels}
     run = PlannedRun(
-        model=ModelConfig(
-            path=str(folder),
-            dtype="bfloat16",
-            lora_rank=case.rank,
-            lora_alpha=2 * case.rank,
-            target_modules=case.targets,
-            enable_gradient_checkpointing=True,
-        ),
+        model=lora_of(case, folder),
         actor=DiffusionActorConfig(ppo_micro_batch_size_per_gpu=case.actor_rows),
         rollout=RolloutConfig(
             micro_batch_size=case.engine_rows,

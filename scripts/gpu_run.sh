@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What only a GPU can show, in parts that do not depend on each other; figures in $OUT (outputs/gpu_run).
 #
-#   bash scripts/gpu_run.sh tests    # facts, the tests marked gpu, the demo, two benchmarks: ten minutes
-#   bash scripts/gpu_run.sh scale    # random weights of .2 to 20 billion parameters, beside the plan: ten minutes
+#   bash scripts/gpu_run.sh tests    # facts, the tests marked gpu, the demo, two benchmarks: at most ten minutes
+#   bash scripts/gpu_run.sh scale    # random weights of .5 to 20 billion parameters, beside the plan: at most ten
 #   bash scripts/gpu_run.sh pack     # where there is a network: the packages for a machine without one, in .gpu/
 #
 # $PY is the Python to use (python3). A machine with Python 3.12, torch, transformers and accelerate takes the rest from
@@ -44,21 +44,21 @@ part() {
 }
 
 tests() {
-    local reward=() data
-    part facts 60 $PY benchmarks/gpu_facts.py
+    local reward=()
+    part facts 45 $PY benchmarks/gpu_facts.py
     cp "$OUT/facts.log" "$OUT/facts.json"
     # shellcheck disable=SC2086
-    part gpu_tests "${TESTS_S:-300}" $PY -m pytest -m gpu -q -p no:cacheprovider --durations=10 \
+    part gpu_tests "${TESTS_S:-250}" $PY -m pytest -m gpu -q -p no:cacheprovider --durations=10 \
         --junitxml="$OUT/gpu_tests.xml" ${TESTS:-tests/test_gpu.py tests/test_gpu_precision.py tests/correction tests/rewards}
     grep -E "^(FAILED|ERROR)|passed|failed" "$OUT/gpu_tests.log"
     if ! $PY -c "import rapidocr, rapidfuzz" 2> /dev/null; then
         reward=(reward.functions.ocr=0 reward.custom_reward_function.path=tests/brightness_reward.py)
     fi
-    data=(trainer.resume_mode=disable "${reward[@]}")
-    part demo 90 $PY -m flowgrpo_rc.cli.main demo "trainer.default_local_dir=$OUT/demo" "trainer.profile_steps=[3]" \
-        "trainer.total_training_steps=${STEPS:-20}" "${data[@]}"
+    part demo 80 $PY -m flowgrpo_rc.cli.main demo "trainer.default_local_dir=$OUT/demo" "trainer.profile_steps=[3]" \
+        "trainer.total_training_steps=${STEPS:-20}" trainer.resume_mode=disable "trainer.device=${DEVICE:-auto}" \
+        "${reward[@]}"
     cp "$OUT/demo/metrics.jsonl" "$OUT/demo_metrics.jsonl" 2> /dev/null
-    part correction 120 $PY benchmarks/correction.py --json "$OUT/correction.json"
+    part correction 100 $PY benchmarks/correction.py --json "$OUT/correction.json"
     part step_time 120 $PY benchmarks/step_time.py --steps 5 --out "$OUT/step_time.json" "trainer.device=${DEVICE:-auto}" \
         "${reward[@]}"
 }
@@ -67,7 +67,7 @@ scale() {
     local one
     # On the CPU, while the GPU measures.
     $PY benchmarks/gpu_scale.py --plan --out "$OUT/plan.jsonl" ${PLANNED:+--case $PLANNED} > "$OUT/plan.log" 2>&1 &
-    for one in ${CASES:-qwen:170 sd35:110 200m:90 qwen_1024:80 sd35_1024:60}; do
+    for one in ${CASES:-qwen:150 sd35:100 460m:90 qwen_1024:80 sd35_1024:60}; do
         part "scale_${one%%:*}" $((${one#*:} + 20)) $PY benchmarks/gpu_scale.py --case "${one%%:*}" \
             --seconds "${one#*:}" --device "${DEVICE:-cuda}" --out "$OUT/scale.jsonl"
     done

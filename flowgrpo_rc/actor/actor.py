@@ -31,7 +31,7 @@ from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
 from flowgrpo_rc.loss.clean_images import matching_log_prob
 from flowgrpo_rc.models.attention import use_attention_backend
-from flowgrpo_rc.models.base import Conditioning, DiffusionModel
+from flowgrpo_rc.models.base import COMPILE_BACKEND, Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import (
     adapter_active,
@@ -48,8 +48,6 @@ from flowgrpo_rc.transfers import queued_to_host, to_host
 
 BUCKET = 64
 """Gradients that are summed over ranks in one collective, and copied for it: 250 MB in an adapter of rank 64."""
-COMPILE_BACKEND = "inductor"
-"""Backend that ``torch.compile`` uses for the transformer's blocks."""
 
 
 class NonFiniteUpdateError(RuntimeError):

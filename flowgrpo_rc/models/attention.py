@@ -92,7 +92,8 @@ def kernels_in_words(name: str | None, head: int | None, masks: bool, dtype: tor
     """How a transformer computes attention, and a GPU products of float32: ``attention by native (flash), ...``.
 
     Args:
-        name: ``model.attn_backend``. ``NATIVE`` is followed by the kernel that torch chooses with a gradient.
+        name: ``model.attn_backend``. ``NATIVE`` is followed by the kernel that torch chooses with a gradient, for a few
+            tokens; others may have another one.
         head: size of an attention head; ``None`` if the configuration does not tell.
         masks: attention takes a mask.
         dtype: of queries, keys and values.

@@ -27,6 +27,9 @@ JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj
 PIXELS_DECODED_AT_ONCE = 4 * 512 * 512
 """Pixels that a VAE decodes at a time: a feature map of 512 x 512 pixels takes 50 MB, and a decoder holds several."""
 
+COMPILE_BACKEND = "inductor"
+"""Backend of ``torch.compile`` for a transformer's blocks."""
+
 FLOW_SOLVERS = ("DPMSolverMultistepScheduler", "UniPCMultistepScheduler")
 """Solvers of higher order that checkpoints of flow models name. A policy takes Euler steps over their noise levels."""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flowgrpo_rc.checks import choice
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.attention import NATIVE, use_attention_backend
-from flowgrpo_rc.models.base import DiffusionModel, keeps_float32
+from flowgrpo_rc.models.base import COMPILE_BACKEND, DiffusionModel, keeps_float32
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora import (
     ACTOR_ADAPTER,
@@ -41,9 +41,6 @@ from flowgrpo_rc.rollout.weights import (
     round_fp8_rows,
     round_layers,
 )
-
-COMPILE_BACKEND = "inductor"
-"""Backend that ``torch.compile`` uses for the engine's blocks."""
 
 
 class DiffusersEngine:

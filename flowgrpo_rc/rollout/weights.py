@@ -100,9 +100,8 @@ def round_fp8_rows(weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
 def round_layers(transformer: nn.Module, layers: Iterable[nn.Linear], quantization: str) -> None:
     """Give these linear layers of ``transformer`` rounded weights of their own. Biases stay, and so do the tensors that
     the layers held before."""
-    chosen = {id(layer): layer for layer in layers}
     if quantization == EMULATED:
-        for layer in chosen.values():
+        for layer in layers:
             layer.weight = nn.Parameter(round_fp8_rows(layer.weight), requires_grad=False)
         return
     from torchao.quantization import (
@@ -115,6 +114,7 @@ def round_layers(transformer: nn.Module, layers: Iterable[nn.Linear], quantizati
     kind: Any = Int8DynamicActivationInt8WeightConfig()
     if quantization == "fp8":
         kind = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+    chosen = {id(layer) for layer in layers}
     quantize_(transformer, kind, filter_fn=lambda module, _name: id(module) in chosen)
 
 
@@ -126,20 +126,17 @@ def round_adapter(transformer: nn.Module, adapter: str) -> None:
 
 
 @torch.no_grad()
-def merge_into_weights(transformer: nn.Module, adapter: str, base: Mapping[str, Tensor]) -> list[nn.Linear]:
+def merge_into_weights(transformer: nn.Module, adapter: str, base: Mapping[str, Tensor]) -> None:
     """Give every adapted layer the weight ``W + scale * B @ A``, computed in float32 and rounded once to the dtype of
-    ``W``. Returns these layers.
+    ``W``.
 
     Args:
         transformer: with the adapter attached.
         adapter: its name.
         base: ``W`` of each adapted layer by the name of ``linear_layers``; left as they are.
     """
-    merged = []
     for name, weight in base.items():
         layer: Any = transformer.get_submodule(name)
         first, second = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         update = layer.scaling[adapter] * (second.float() @ first.float())
         layer.base_layer.weight = nn.Parameter((weight.float() + update).to(weight.dtype), requires_grad=False)
-        merged.append(layer.base_layer)
-    return merged

@@ -91,14 +91,12 @@ class Run:
             raise
 
     def kernels_in_words(self) -> str:
-        """What the actor computes with on this device."""
-        lora = self.config.actor_rollout_ref.model
+        """Attention and products of the actor on this device."""
         model = self.model
-        # Under autocast queries and keys are bfloat16, for weights of any dtype.
-        dtype = torch.bfloat16 if self.config.trainer.mixed_precision == "bf16" else torch_dtype(lora.dtype)
+        backend = self.config.actor_rollout_ref.model.attn_backend
         head = model.transformer.config.get("attention_head_dim")
         masks = model.masks_prompts or model.masks_attention
-        return kernels_in_words(lora.attn_backend, head, masks, dtype, self.accelerator.device)
+        return kernels_in_words(backend, head, masks, _attention_dtype(self.config), self.accelerator.device)
 
     def end_rewards(self) -> None:
         """End the server of a reward model and the worker processes of rewards."""
@@ -295,15 +293,19 @@ def prompt_sets(config: FlowGRPOConfig, train: list[PromptRecord], validation: l
     return [one for one in sets if one.records]
 
 
+def _attention_dtype(config: FlowGRPOConfig) -> torch.dtype:
+    """Precision of the actor's queries, keys and values."""
+    # Under autocast the outputs of linear layers are bfloat16, for weights of any dtype.
+    return torch_dtype("bfloat16" if config.trainer.mixed_precision == "bf16" else config.actor_rollout_ref.model.dtype)
+
+
 def _check_attention(config: FlowGRPOConfig, name: str, device: torch.device) -> None:
     """Refuse attention backends that do not work on this device or with pipelines of the class ``name``."""
     parts = config.actor_rollout_ref
     folder = resolve_asset(parts.model.path)
-    # Under autocast the outputs of linear layers are bfloat16, for weights of any dtype.
-    actor = "bfloat16" if config.trainer.mixed_precision == "bf16" else parts.model.dtype
     check = partial(check_attention_backend, pipeline_class=name, folder=folder, device=device)
     own = parts.model.attn_backend
-    check("actor_rollout_ref.model.attn_backend", own, dtype=torch_dtype(actor), trains=True)
+    check("actor_rollout_ref.model.attn_backend", own, dtype=_attention_dtype(config), trains=True)
     field = "actor_rollout_ref.rollout.rollout_attn_backend"
     backend = parts.rollout.rollout_attn_backend
     if parts.rollout.name == "diffusers":

@@ -73,6 +73,7 @@ def test_a_run_says_where_it_is_and_what_ended_it(logger, small_config, capsys):
     folder = FlowGRPOTrainer(config).fit()
     said = capsys.readouterr().out
     assert said.count("Run folder: ") == 1
+    assert said.count("Kernels of the actor: attention by native (") == (logger == "[console]")
     rewards = [number(row["val/reward/mean"]) for row in folder.rows() if "val/reward/mean" in row]
     where, *_, end = said.splitlines()
     assert where == f"Run folder: {folder.root}"
