@@ -45,10 +45,10 @@ part() {
 
 tests() {
     local reward=()
-    part facts 45 $PY benchmarks/gpu_facts.py
+    part facts 60 $PY benchmarks/gpu_facts.py
     cp "$OUT/facts.log" "$OUT/facts.json"
     # shellcheck disable=SC2086
-    part gpu_tests "${TESTS_S:-250}" $PY -m pytest -m gpu -q -p no:cacheprovider --durations=10 \
+    part gpu_tests "${TESTS_S:-240}" $PY -m pytest -m gpu -q -p no:cacheprovider --durations=10 \
         --junitxml="$OUT/gpu_tests.xml" ${TESTS:-tests/test_gpu.py tests/test_gpu_precision.py tests/correction tests/rewards}
     grep -E "^(FAILED|ERROR)|passed|failed" "$OUT/gpu_tests.log"
     if ! $PY -c "import rapidocr, rapidfuzz" 2> /dev/null; then
