@@ -19,7 +19,9 @@ demo: $(STAMP)
 # Quick: everything that neither trains nor starts a process; lists the tests that take more than two seconds.
 test: lint unit
 
-# The rest: training runs, processes, slow tests, the drop-in against verl, and a base in 8 or 4 bits.
+# The rest: training runs, processes, slow tests, the drop-in against verl, and a base in 8 or 4 bits. Annotated shapes
+# are checked by `make test`: here that would take 40 % of the time.
+test-all: export JAXTYPING_DISABLE = 1
 test-all: $(STAMP)
 	$(PYTEST) -m "run or process or slow" $(PYTEST_ARGS)
 	$(MAKE) verl
@@ -67,7 +69,7 @@ docs: $(STAMP)
 
 # A selection again with the kernels of a processor without AVX: torch's own, oneDNN's and MKL's.
 kernels: $(STAMP)
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
+	JAXTYPING_DISABLE=1 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
 		$(PYTEST) -m portable $(PYTEST_ARGS)
 
 # A Chromium for the tests that open the report; does nothing where there is one.
@@ -76,7 +78,8 @@ browser:
 
 # The engine vllm_omni against the real vllm-omni on a CPU, in an environment of its own (three minutes to set up).
 vllm: $(VLLM)/.installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm_omni $(PYTEST_ARGS)
+	JAXTYPING_DISABLE=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/vllm_omni \
+		$(PYTEST_ARGS)
 
 $(VLLM)/.installed: scripts/install_vllm_omni_cpu.sh scripts/torchvision_on_cpu.py constraints-vllm.txt pyproject.toml
 	PYTHON=$(PYTHON) scripts/install_vllm_omni_cpu.sh $(VLLM)

@@ -18,7 +18,7 @@ install torch setuptools==77.0.3 setuptools_scm setuptools-rust wheel packaging 
 VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.30.0 install --no-build-isolation --no-binary vllm vllm transformers
 install --no-deps vllm-omni torchvision==0.28.0
 install aenum av cache-dit diffusers accelerate peft einops gguf janus omegaconf prettytable safetensors scipy \
-    soundfile soxr transformers torch --editable "$HERE[ocr]" beartype "pytest>=8"
+    soundfile soxr transformers torch --editable "$HERE[ocr]" beartype "pytest>=8" pytest-xdist
 
 # torchvision linked against CUDA does not import beside a CPU torch: torchvision_on_cpu.py says what is done about it
 if ! "$VENV/bin/python" -c 'import torchvision' 2>/dev/null; then

@@ -1,6 +1,7 @@
 """Fixtures: the tiny model, small runs of it, and a reward that needs no engine."""
 
 import atexit
+import gc
 import hashlib
 import os
 import shutil
@@ -20,6 +21,7 @@ if "ATEN_CPU_CAPABILITY" in os.environ:
 import pytest
 import torch
 from filelock import FileLock
+from PIL import Image
 from tests_support import SMALL_RUN, last_of_each
 
 # Embeddings of prompts go to a folder that begins empty, here and in the processes that tests start.
@@ -45,6 +47,24 @@ def _own_signal_handlers():
 def _few_threads():
     """Each core has a worker of pytest already; more threads only slow each other down."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def plots_stay_blank():
+    """Write one pixel for a plot of a run, which takes as long to draw as a small run to train. Gives what draws it."""
+    from matplotlib.figure import Figure
+
+    draw = Figure.savefig
+
+    def blank(figure, file, **settings):
+        if settings.get("format") == "png":  # a run's
+            Image.new("RGB", (1, 1)).save(file, "PNG")
+        else:
+            draw(figure, file, **settings)
+
+    Figure.savefig = blank
+    yield draw
+    Figure.savefig = draw
 
 
 @pytest.fixture
@@ -96,8 +116,17 @@ def qwen_image_pair():
     pair.vllm.close()
 
 
+@pytest.fixture(scope="session")
+def _old_objects():
+    """Each run frees its text encoders by a full collection, which would look at every module's objects again."""
+    from flowgrpo_rc.trainer import FlowGRPOTrainer  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def small_config(tmp_path):
+def small_config(tmp_path, _old_objects):
     """``make(*overrides)``: the demo's configuration cut down to a second or two, its run folder in ``tmp_path``."""
     from flowgrpo_rc.cli.compose import compose
 

@@ -18,6 +18,7 @@ from flowgrpo_rc.run_folder import TIMING_PREFIXES, RunFolder
 
 ADAPTER = "pytorch_lora_weights.safetensors"
 BRIGHTNESS = Path(__file__).parent / "brightness_reward.py"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "flowgrpo_trainer"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 """Two processes of the module or script that follows."""
 
@@ -130,6 +131,25 @@ def run_process(*command, timeout=TIMEOUT, **settings):
                 end(pid)
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def arguments_of(script, tmp_path, program, **environment):
+    """What the script puts between ``program`` and ``flowgrpo_rc.cli.main train``, and the overrides that it gives.
+
+    None is given twice.
+    """
+    said = tmp_path / "arguments"
+    fake = tmp_path / "bin" / program
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/sh\nfor given; do printf '%s\\0' \"$given\"; done > '{said}'\n")
+    fake.chmod(0o755)
+    path = {"PATH": f"{fake.parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", str(EXAMPLES / script)], env=os.environ | path | environment, check=True)
+    before, command, given = said.read_text().removesuffix("\0").partition("\0flowgrpo_rc.cli.main\0train\0")
+    assert command
+    settings = [override.split("=")[0] for override in given.split("\0")]
+    assert len(set(settings)) == len(settings)
+    return before.split("\0"), given.split("\0")
 
 
 def given_by(script, folder, *arguments):

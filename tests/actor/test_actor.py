@@ -8,6 +8,7 @@ import re
 import shutil
 from contextlib import contextmanager
 
+import jaxtyping
 import pytest
 import torch
 from accelerate import Accelerator
@@ -327,14 +328,13 @@ def test_a_loss_that_is_nan_is_refused_though_its_gradient_is_finite(tiny_model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_actor_makes_the_same_update(tiny_model, monkeypatch, backend):
-    """``aot_eager`` traces forward and backward as ``inductor`` does, and generates no code."""
+def test_a_compiled_actor_makes_the_same_update(tiny_model, monkeypatch):
+    """Without a C++ compiler ``aot_eager`` traces forward and backward as ``inductor`` does, and generates no code."""
     from flowgrpo_rc.actor import actor
 
-    if backend == "inductor" and shutil.which("g++") is None:
-        pytest.skip("needs a C++ compiler")
-    monkeypatch.setattr(actor, "COMPILE_BACKEND", backend)
+    if shutil.which("g++") is None:
+        monkeypatch.setattr(actor, "COMPILE_BACKEND", "aot_eager")
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # its stack would be another for each caller
     states = []
     gradients = []
     rollouts = []

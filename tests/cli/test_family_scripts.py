@@ -6,12 +6,10 @@ Every setting of the real script stays; what is substituted comes on top, as a u
 import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from PIL import Image
-from tests_support import run_process
+from tests_support import EXAMPLES, arguments_of, given_by
 from tiny_families import TINY
 
 from flowgrpo_rc.cli.compose import compose
@@ -19,7 +17,6 @@ from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.rollout.build import check_placement
 from flowgrpo_rc.rollout.config import Share
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "flowgrpo_trainer"
 ROLLOUT = "actor_rollout_ref.rollout"
 SMALL = (
     "data.train_batch_size=2",
@@ -47,22 +44,6 @@ SCRIPTS = {
     "qwen_image_edit_plus": ("qwen_image_edit_plus", {}),
 }
 """Name of the script's run -> the tiny family, and the variables that it takes besides."""
-
-
-def arguments_of(script, tmp_path, program, **environment):
-    """The arguments that the script gives to its program; no setting is given twice."""
-    said = tmp_path / "arguments"
-    fake = tmp_path / "bin" / program
-    fake.parent.mkdir()
-    fake.write_text(f"#!/bin/sh\nfor given; do printf '%s\\0' \"$given\"; done > '{said}'\n")
-    fake.chmod(0o755)
-    path = {"PATH": f"{fake.parent}:{os.environ['PATH']}"}
-    subprocess.run(["bash", str(EXAMPLES / script)], env=os.environ | path | environment, check=True)
-    before, command, given = said.read_text().removesuffix("\0").partition("\0flowgrpo_rc.cli.main\0train\0")
-    assert command
-    settings = [override.split("=")[0] for override in given.split("\0")]
-    assert len(set(settings)) == len(settings)
-    return before.split("\0"), given.split("\0")
 
 
 def write_prompts(tmp_path, images):
@@ -115,17 +96,14 @@ def test_the_full_size_script_puts_its_engines_on_the_cluster(tmp_path):
     check_placement(rollout, Share(3, 4))
 
 
-@pytest.mark.slow
-def test_the_tiny_script_trains_with_two_engines_on_ray(tmp_path, ray_environment):
-    small = ("trainer.total_training_steps=2", "data.val_max_samples=2", "trainer.logger=[console]")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = ray_environment | {"OUTPUTS": str(tmp_path), "PATH": path}
-    done = run_process("bash", EXAMPLES / "run_tiny_qwen_image_ray.sh", *small, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = (tmp_path / "flowgrpo_rc" / "tiny_qwen_image_ray" / "metrics.jsonl").read_text().splitlines()
-    steps = [row for row in map(json.loads, rows) if "reward/mean" in row]
-    assert [row["rollout/adapter_lag"] for row in steps] == [0.0, 1.0]
-    assert all(row["actor/grad_norm"] > 0 for row in steps)
+def test_the_tiny_script_has_two_engines_on_ray(tmp_path):
+    command, *overrides = given_by(EXAMPLES / "run_tiny_qwen_image_ray.sh", tmp_path, "trainer.total_training_steps=2")
+    assert command == "demo"
+    config = compose("tiny_qwen_image_ocr", overrides)
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.placement, rollout.engines, rollout.ahead, rollout.ray.num_gpus) == ("ray", 2, 1, 0.0)
+    assert config.trainer.total_training_steps == 2
+    check_placement(rollout, Share(0, 1))
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,24 @@ LORA = ModelConfig(lora_rank=4, lora_alpha=8)
 CPU = torch.device("cpu")
 
 
-# A variant has the blocks of another family, so that the quick tests leave it out.
-EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in TINY]
+OF_VARIANTS = (
+    "test_latents_and_images_equal_the_diffusers_pipeline",
+    "test_rescored_log_probs_are_the_recorded_ones_but_for_precision",
+    "test_requests_that_the_model_cannot_serve",
+    "test_a_run_has_no_gap_and_moves_every_weight",
+)
+"""Tests of variants too, which have the blocks of another family, and prompts or settings of their own."""
 
 
-@pytest.fixture(scope="module", params=EVERY)
-def name(request):
-    """Of a family; all tests of one run after the other."""
-    return request.param
+def pytest_generate_tests(metafunc):
+    """``name`` of a family; all tests of one run after the other."""
+    every = metafunc.function.__name__ in OF_VARIANTS
+    names = [
+        pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name
+        for name in TINY
+        if every or name not in VARIANTS
+    ]
+    metafunc.parametrize("name", names, scope="module")
 
 
 @pytest.fixture(scope="module")

@@ -42,10 +42,9 @@ def passes_of(folder, name):
     return Passes(pipeline, LORA, "float32", RolloutConfig(pipeline=asked), autocast=False)
 
 
+NAMES = [name for name in TINY if name not in VARIANTS]
 EVERYTHING = PLAIN | {"recompute": True, "reference": True, "accumulates": True}
-DEPTHS = [(name, EVERYTHING) for name in TINY if name not in VARIANTS] + [
-    ("stable_diffusion_3", PLAIN | {"detached": True})
-]
+DEPTHS = [*((name, EVERYTHING) for name in NAMES), ("stable_diffusion_3", PLAIN | {"detached": True})]
 
 
 @pytest.mark.parametrize(("name", "how"), DEPTHS)
@@ -86,7 +85,7 @@ class Counted(TorchFunctionMode):
         return out
 
 
-@pytest.mark.parametrize(("name", "recompute"), [*((name, False) for name in TINY), ("stable_diffusion_3", True)])
+@pytest.mark.parametrize(("name", "recompute"), [*((name, False) for name in NAMES), ("stable_diffusion_3", True)])
 def test_a_real_step_has_the_living_bytes_and_operations_of_the_fake_one(name, recompute, tmp_path):
     """Tensor for tensor: the same operations allocate the same storages, whatever they hold."""
     pipe = TINY[name].build()
