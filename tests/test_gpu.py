@@ -4,6 +4,7 @@ import math
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +51,17 @@ def test_bfloat16_rollouts_train(small_config, actor, bypass):
         "actor_rollout_ref.model.enable_gradient_checkpointing=true",
     )
     assert 0 < row["actor/grad_norm"] < 1e3
+
+
+def test_auto_recomputes_where_the_plan_does_not_fit(small_config, monkeypatch):
+    auto = (*ON_GPU, "actor_rollout_ref.model.enable_gradient_checkpointing=auto")
+    trainer = FlowGRPOTrainer(small_config(*auto, folder="large"))
+    assert not trainer.run.actor.recomputes
+    own = torch.cuda.get_device_properties(0)
+    small = SimpleNamespace(total_memory=3 << 30, name=own.name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: small)
+    with pytest.warns(UserWarning, match="may end for want of memory"):
+        assert FlowGRPOTrainer(small_config(*auto, folder="small")).run.actor.recomputes
 
 
 def test_rollouts_equal_the_cpus(small_config):

@@ -56,7 +56,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     plan = MemoryPlan(planned_run(config))
     tried = chosen or [Gpus(count, size) for count, size in TRIED if _divides(config, count)]
-    fitting = [gpus for gpus in tried if plan.memory(plan.run, gpus.count).fits(gpus.bytes)]
+    fitting = [gpus for gpus in tried if plan.settled(gpus).fits(gpus)]
     described = []
     for gpus in chosen:
         trainers = [count for count in range(1, gpus.count) if _divides(config, count)]

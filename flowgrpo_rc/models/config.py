@@ -17,7 +17,7 @@ ALL_LINEAR = "all-linear"
 BASE_QUANTIZATIONS = ("int8", "fp8", "nf4")
 """Values of ``quantization``."""
 AUTO = "auto"
-"""The ``lora_compute_dtype`` that follows ``dtype``."""
+"""The ``lora_compute_dtype`` that follows ``dtype``, and the recomputation that follows the GPU's memory."""
 AS_ROLLOUT = "rollout"
 """The ``timestep_dtype`` that follows ``rollout.dtype``."""
 NO_FULL_TRAINING = (
@@ -76,15 +76,16 @@ class ModelConfig(Section):
     lora_adapter_path: PathText | None = None
     """Folder of a LoRA in diffusers' format to start from. Its rank and targets must be the ones given here, and its
     alpha too unless it equals the rank, as in a run's ``lora/``; such a LoRA is converted to the alpha given here."""
-    enable_gradient_checkpointing: bool | None = None
+    enable_gradient_checkpointing: bool | Annotated[str, one_of((AUTO,))] | None = None
     """Recompute activations in the backward pass: less memory, about a third more compute, the same numbers. null turns
-    it on for transformers above ``CHECKPOINTING_FROM`` parameters."""
+    it on for transformers above ``CHECKPOINTING_FROM`` parameters; ``auto`` where the run's plan does not fit the GPU
+    without it, and as null where there is no GPU or no plan."""
     allow_tf32: bool = False
     """Multiply float32 numbers on a GPU in TF32, which has 10 bits after the point: faster VAEs, rewards and float32
     models, and another rounding. It holds for the actor and the engine ``diffusers``."""
     torch_compile: bool = False
-    """Compile the actor's transformer blocks. The rollout engine's are not compiled, so the off-policy gap gains the
-    compiler's rounding. The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""
+    """Compile the actor's transformer blocks. Without ``rollout.torch_compile`` the off-policy gap gains the compiler's
+    rounding. The first batch pays for it; a CPU needs a C++ compiler, a GPU triton."""
     batch_guidance: bool = True
     """Compute the conditional and the unconditional half of classifier-free guidance in one call of the transformer, in
     engine and actor alike. It is faster wherever calls, not multiplications, take the time. False makes two calls with
@@ -143,9 +144,9 @@ class ModelConfig(Section):
     def checkpoints_gradients(self, parameters: int) -> bool:
         """A transformer of so many parameters recomputes its activations."""
         # A small model has room for its activations, and recomputing costs a third of an update.
-        if self.enable_gradient_checkpointing is None:
+        if self.enable_gradient_checkpointing in (None, AUTO):
             return parameters > CHECKPOINTING_FROM
-        return self.enable_gradient_checkpointing
+        return bool(self.enable_gradient_checkpointing)
 
 
 FSDP_FIELD = "actor_rollout_ref.actor.fsdp_config"

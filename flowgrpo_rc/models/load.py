@@ -208,24 +208,27 @@ class PipelineLoader:
     def _read(self, parts: list[Part], shard: Callable[[nn.Module], None] | None = None) -> None:
         # The transformer last: a fault of the VAE shows before its gigabytes are read.
         for part in sorted(parts, key=lambda part: part.name == "transformer"):
+            device = torch.device("cpu" if shard and part.name == "transformer" else self._device)
             with quiet_loading("diffusers", "transformers"):
-                network = self._read_network(part)
+                network = self._read_network(part, device)
             network.requires_grad_(False).eval()
             # The check reads every weight, which is quicker on the device.
-            network.to("cpu" if shard and part.name == "transformer" else self._device)
+            network.to(device)
             _check_finite(self._files, part.name, network, self._dtype)
             if shard and part.name == "transformer":
                 shard(network)
             # Pipelines read some settings of a part when it is registered.
             self._pipe.register_modules(**{part.name: network})
 
-    def _read_network(self, part: Part) -> Any:
+    def _read_network(self, part: Part, device: torch.device) -> Any:
         kind = self._classes[part.name]
         dtype = torch_dtype(self._dtype)
         if self._quantization is None or part.name != "transformer":
-            return _load_weights(self._files, part, kind, dtype, {})
+            # Tensor by tensor to the device, so that the host never holds the network, once for each process.
+            options = {} if device.type == "cpu" else {"device_map": {"": device}}
+            return _load_weights(self._files, part, kind, dtype, options)
         empty = self._pipe.transformer
-        with loading_options(self._quantization, empty, torch.device(self._device), dtype) as options:
+        with loading_options(self._quantization, empty, device, dtype) as options:
             network = _load_weights(self._files, part, kind, dtype, options)
         replace_rounded_layers(network)
         return network

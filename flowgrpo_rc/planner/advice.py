@@ -6,7 +6,7 @@ from typing import Any
 
 from flowgrpo_rc.planner.machines import Gpus
 from flowgrpo_rc.planner.memory import Memory, MemoryPlan
-from flowgrpo_rc.planner.settings import ACTOR, ROLLOUT, ROWS
+from flowgrpo_rc.planner.settings import ACTOR, RECOMPUTE, ROLLOUT, ROWS
 
 FSDP = f"{ACTOR}.fsdp_config"
 MODEL = "actor_rollout_ref.model"
@@ -53,7 +53,7 @@ def _by_cost(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[dict[str, Any], str
     # An engine in the trainer's process has no weights of its own that could sleep or be dropped.
     beside = not run.samples_in_trainer and not rollout.is_elsewhere
     if not plan.recomputes(run):
-        yield {f"{MODEL}.enable_gradient_checkpointing": True}, "the update takes a third more compute"
+        yield {RECOMPUTE: True}, "the update takes a third more compute"
     if run.scored_rows(gpus.count) > run.rows_per_image:
         yield {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1}, "the scoring pass in smaller pieces"
     images = _images_at_once(plan, gpus)

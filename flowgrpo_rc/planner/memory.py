@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.models.config import AUTO
 from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.passes import Passes, Usage
 from flowgrpo_rc.planner.pipeline import FakePipeline
-from flowgrpo_rc.planner.settings import ROWS, PlannedRun
+from flowgrpo_rc.planner.settings import RECOMPUTE, ROWS, PlannedRun
 
 # Assumed beside tensors: the device's context, libraries' workspaces, fragmentation of the allocator.
 RUNTIME = 3 * GIB
@@ -133,6 +134,17 @@ class MemoryPlan:
             awake = 0 if run.rollout.vllm_omni.sleep else self._engine_awake(run, gpus)
             engine = self._lora(run.rollout.dtype) + ENGINE_RUNTIME + awake
         return Memory(resident, self._stages(run, gpus), engine)
+
+    def settled(self, gpus: Gpus) -> "MemoryPlan":
+        """This plan with ``enable_gradient_checkpointing=auto`` decided: true where the run does not fit without it."""
+        if self.run.model.enable_gradient_checkpointing != AUTO:
+            return self
+        without = self.of_run(self.run.with_settings({RECOMPUTE: False}))
+        return without if without.fits(gpus) else self.of_run(self.run.with_settings({RECOMPUTE: True}))
+
+    def fits(self, gpus: Gpus) -> bool:
+        """Return true if the run fits these GPUs."""
+        return self.memory(self.run, gpus.count).fits(gpus.bytes)
 
     def largest_micro_batch(self, run: PlannedRun, gpus: Gpus) -> int:
         """Most rows of an update's micro-batch that fit; 0 if not even one does."""

@@ -12,6 +12,7 @@ from flowgrpo_rc.rollout.engines import ENGINES
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 ROWS = f"{ACTOR}.ppo_micro_batch_rows"
+RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing"
 
 
 @dataclass(frozen=True, kw_only=True)

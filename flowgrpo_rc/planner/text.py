@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from flowgrpo_rc.models.config import AUTO
 from flowgrpo_rc.planner.advice import advise
 from flowgrpo_rc.planner.machines import DEVICES, GIB, UTILISATION, Gpus
 from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, Memory, MemoryPlan
@@ -19,6 +20,7 @@ def describe(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int] = (), reward:
         trainers: numbers of trainer processes that the run can have on some of the GPUs.
         reward: seconds that the rewards of a batch take when its images are drawn.
     """
+    plan = plan.settled(gpus)
     memory = plan.memory(plan.run, gpus.count)
     lines = [*_heading(plan), "", f"{gpus!s:{_WIDTH}} GiB a GPU", *_components(plan, memory), ""]
     fits = memory.fits(gpus.bytes)
@@ -55,11 +57,14 @@ def table(plan: MemoryPlan, tried: Sequence[Gpus]) -> str:
     rows = [*_heading(plan), "", "GiB a GPU, whether it fits, and the largest micro-batch in rows that does:", ""]
     rows.append(f"{'GPUs':>6} {'needs':>8}" + "".join(f"{f'{size:g} GB':>14}" for size in sizes))
     for count in sorted({gpus.count for gpus in tried}):
-        memory = plan.memory(plan.run, count)
-        row = f"{count:>6} {memory.total / GIB:>8.1f}"
+        row = f"{count:>6}"
         for size in sizes:
             gpus = Gpus(count, size)
-            largest = plan.largest_micro_batch(plan.run, gpus)
+            settled = plan.settled(gpus)
+            memory = settled.memory(settled.run, count)
+            if size == sizes[0]:
+                row += f" {memory.total / GIB:>8.1f}"
+            largest = settled.largest_micro_batch(settled.run, gpus)
             fits = "fits" if memory.fits(gpus.bytes) else "no"
             row += f"{f'{fits} ({largest})' if largest else 'no':>14}"
         rows.append(row)
@@ -71,6 +76,8 @@ def _heading(plan: MemoryPlan) -> list[str]:
     kinds = ", ".join(f"{len(kind.blocks)} {kind.name}" for kind in plan.actor.kinds)
     asked = run.rollout.pipeline
     recompute = "recomputed (gradient checkpointing)" if plan.recomputes(run) else "kept"
+    if run.model.enable_gradient_checkpointing == AUTO:
+        recompute = "recomputed (gradient checkpointing) where they do not fit"
     return [
         f"{run.model.path}: transformer of {plan.sizes.parameters:,} parameters ({kinds}), {run.model.dtype}"
         f"{'' if run.model.quantization is None else f', blocks held in {run.model.quantization}'}",

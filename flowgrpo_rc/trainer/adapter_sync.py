@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -178,5 +179,9 @@ class AdapterSync:
             # Its engines may still draw with the adapter before; each is checked before it draws with this one.
             self.held = self._engine.push(state, version)
             return
-        self.held = HeldAdapter(version, self._engine.digest_of(state))
-        check_adapter(self.held, version, self._engine.sync(state, version))
+        # Side by side: hashing the adapter twice would take seconds for a large one.
+        with ThreadPoolExecutor(1) as pool:
+            expected = pool.submit(self._engine.digest_of, state)
+            digest = self._engine.sync(state, version)
+            self.held = HeldAdapter(version, expected.result())
+        check_adapter(self.held, version, digest)

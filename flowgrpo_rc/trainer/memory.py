@@ -33,7 +33,8 @@ def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) 
         run = planned_run(config)
         # Weights are shared within a node alone.
         size = run.actor.fsdp_config.processes_to_a_copy(processes_on_node(num_processes))
-        plan = MemoryPlan(run.with_settings({f"{ACTOR}.fsdp_config.fsdp_size": size}))
+        gpus = Gpus(num_processes, device_bytes / GIB)
+        plan = MemoryPlan(run.with_settings({f"{ACTOR}.fsdp_config.fsdp_size": size})).settled(gpus)
         memory = plan.memory(plan.run, num_processes)
     # The planner knows no configuration of this model.
     except PlanError:
@@ -43,7 +44,6 @@ def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) 
         return None
     if memory.fits(device_bytes):
         return plan
-    gpus = Gpus(num_processes, device_bytes / GIB)
     largest = plan.largest_micro_batch(plan.run, gpus)
     needs = f"a plan of this run needs {memory.total / GIB:.1f} GiB on each GPU, of {device_bytes / GIB:.1f}"
     # Only what cannot fit in any case is refused: the plan may err by its reserve.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 
 from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
@@ -132,12 +133,10 @@ class Run:
         check_placement(config.actor_rollout_ref.rollout, self._share)
         self.seconds_at_peak: float | None = None
         """Time of a step on a GPU of this kind at its peak; ``None`` if unknown."""
-        if self._trains and self.accelerator.device.type == "cuda" and self.accelerator.is_main_process:
-            device = torch.cuda.get_device_properties(self.accelerator.device)
-            # On the main process only: the plan is the same for all, and so would be the warnings.
-            plan = check_memory(config, self.accelerator.num_processes, device.total_memory)
-            if plan is not None:
-                self.seconds_at_peak = seconds_at_peak(step_flops(plan), plan.run, device.name)
+        self._planned = config.actor_rollout_ref.model
+        """With ``enable_gradient_checkpointing=auto`` decided by the plan, where there is one."""
+        if self._trains and self.accelerator.device.type == "cuda":
+            self._plan()
         check_sharding(
             config.actor_rollout_ref.actor.fsdp_config, self.accelerator.num_processes, self.accelerator.device
         )
@@ -171,6 +170,17 @@ class Run:
         """Calibrated clip bands; ``None`` without ``clip_ratio=auto``."""
         self.rejection_bands = RejectionBands.configured(mode.rollout_correction)
         """Calibrated rejection bands; ``None`` without ``rollout_rs_threshold=auto``."""
+
+    def _plan(self) -> None:
+        """Check memory and count the work, on the main process: the plan is the same for all, with its warnings."""
+        if self.accelerator.is_main_process:
+            device = torch.cuda.get_device_properties(self.accelerator.device)
+            plan = check_memory(self.config, self.accelerator.num_processes, device.total_memory)
+            if plan is not None:
+                self.seconds_at_peak = seconds_at_peak(step_flops(plan), plan.run, device.name)
+                self._planned = plan.run.model
+        # All processes recompute or none: those that share weights gather a block for every forward.
+        self._planned = broadcast_object_list([self._planned])[0]
 
     def conditioning(self, prompts: list[PromptRecord], pipeline: PipelineConfig) -> Conditioning:
         """Embeddings of ``prompts``, one row each, with negative prompts when guidance is on."""
@@ -217,7 +227,7 @@ class Run:
         # Again: loaders and engines draw different amounts, and the adapter must not depend on them.
         torch.manual_seed(self.config.trainer.seed)
         steps = self.total_steps * self.config.mini_batches * parts.actor.ppo_epochs
-        self.actor = build_actor(self.model, parts.model, parts.rollout, parts.actor, self.accelerator, steps)
+        self.actor = build_actor(self.model, self._planned, parts.rollout, parts.actor, self.accelerator, steps)
         algorithm, rollout = self.config.algorithm, parts.rollout
         # Without training the adapters that an engine gets have nothing to do with each other.
         decay = algorithm.old_decay if self._trains and algorithm.averages_old_policy else None

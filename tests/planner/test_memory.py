@@ -6,12 +6,15 @@ from dataclasses import replace
 import pytest
 from small_pipelines import changed
 
+from flowgrpo_rc.models.config import AUTO
 from flowgrpo_rc.models.lora import linear_layers
 from flowgrpo_rc.planner import memory as room
 from flowgrpo_rc.planner.advice import advise
 from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, MemoryPlan
 from flowgrpo_rc.planner.pipeline import PlanError
+from flowgrpo_rc.planner.settings import RECOMPUTE
+from flowgrpo_rc.planner.text import describe
 from flowgrpo_rc.planner.work import StepFlops, seconds_at_peak, step_flops, step_time
 from flowgrpo_rc.rollout.config import ProbeConfig, VllmOmniConfig
 from flowgrpo_rc.trainer import memory as planned
@@ -262,6 +265,28 @@ def test_training_warns_of_too_little_memory(train_check, run, plan):
         train_check(round(memory.total / (1 - MARGIN)) - 1000)
     with pytest.warns(UserWarning, match="flowgrpo-rc plan --gpus=1x"):
         train_check(1000)
+
+
+def test_auto_recomputes_exactly_where_the_run_does_not_fit_without(train_check, run, plan, monkeypatch):
+    kept, recomputed = (
+        plan.memory(run.with_settings({RECOMPUTE: value}), 1).total / (1 - MARGIN) for value in (False, True)
+    )
+    assert recomputed + 3000 < kept
+    auto = plan.of_run(run.with_settings({RECOMPUTE: AUTO}))
+    monkeypatch.setattr(planned, "MemoryPlan", lambda _: auto)
+    for device_bytes, wanted in ((kept + 1000, False), (kept - 1000, True), (recomputed + 1000, True)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            chosen = train_check(round(device_bytes))
+        assert chosen.run.model.enable_gradient_checkpointing is wanted
+        assert chosen.recomputes(chosen.run) is wanted
+        described = describe(auto, Gpus(1, device_bytes / GIB))
+        assert described == describe(chosen, Gpus(1, device_bytes / GIB))
+        assert f"activations are {'recomputed (gradient checkpointing)' if wanted else 'kept'}\n" in described
+    with pytest.warns(UserWarning, match="may end for want"):
+        assert train_check(round(recomputed) - 1000).run.model.enable_gradient_checkpointing is True
+    given = plan.of_run(run.with_settings({RECOMPUTE: True}))
+    assert given.settled(Gpus(1, kept)) is given
 
 
 def test_training_refuses_a_micro_batch_that_cannot_fit(train_check, run, plan, monkeypatch):

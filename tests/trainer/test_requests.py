@@ -15,7 +15,7 @@ R = "actor_rollout_ref.rollout"
 M = "actor_rollout_ref.model"
 
 
-@pytest.mark.parametrize("wanted", [None, "true", "false"])
+@pytest.mark.parametrize("wanted", [None, "auto", "true", "false"])
 def test_checkpointing_follows_the_setting_and_is_announced(wanted, small_config, monkeypatch, capsys):
     monkeypatch.setattr("flowgrpo_rc.models.config.CHECKPOINTING_FROM", 1_000_000)
     settings = [] if wanted is None else [f"{M}.enable_gradient_checkpointing={wanted}"]
