@@ -375,8 +375,8 @@ class RolloutConfig(Section):
                 f"quantization: got {self.quantization}; only the {able} engine rounds its weights, so leave it null "
                 f"or set {_HERE}.name={able}"
             )
-        for name in ("merge_adapter", "torch_compile"):
-            if getattr(self, name) and not engine.quantizes:
+        for name, acts in (("merge_adapter", engine.quantizes), ("torch_compile", engine.compiles)):
+            if getattr(self, name) and not acts:
                 yield f"{name}: got true with name={self.name}, which does not know it; set it to false"
         if self.quantization_skip is not None and self.quantization is None:
             yield f"quantization_skip: got {self.quantization_skip} without a quantization; set it to null"

@@ -21,8 +21,9 @@ class EngineEntry:
     attention_backends: tuple[str, ...] = ()
     """Values that ``rollout.rollout_attn_backend`` may have."""
     quantizes: bool = False
-    """The engine acts on ``rollout.quantization``, ``merge_adapter`` and ``torch_compile``, which are refused without
-    this."""
+    """The engine acts on ``rollout.quantization`` and ``merge_adapter``, which are refused without this."""
+    compiles: bool = False
+    """The engine acts on ``rollout.torch_compile``, which is refused without this."""
     takes_actors_transformer: bool = False
     """The engine samples with the actor's own transformer, or with a copy where its weights must differ. Its
     ``from_config`` also takes ``alone``, which is true if there is no actor beside it."""
@@ -41,6 +42,7 @@ ENGINES: dict[str, EngineEntry] = {
         "flowgrpo_rc.rollout.diffusers_engine:DiffusersEngine",
         attention_backends=ATTENTION_BACKENDS,
         quantizes=True,
+        compiles=True,
         takes_actors_transformer=True,
         digest_rule="flowgrpo_rc.rollout.diffusers_engine:digest_rule",
     ),
@@ -48,6 +50,7 @@ ENGINES: dict[str, EngineEntry] = {
         "flowgrpo_rc.rollout.vllm_omni:VllmOmniEngine",
         check="flowgrpo_rc.rollout.vllm_omni.registry:check_versions",
         attention_backends=("TORCH_SDPA", "FLASH_ATTN", "FLASH_ATTN_HUB", "FLASH_ATTN_3_HUB"),
+        compiles=True,
         reads_weights=True,
         digest_rule="flowgrpo_rc.rollout.vllm_omni.adapter:digest_rule",
         handle="flowgrpo_rc.rollout.vllm_omni.engine:VllmOmniHandle",

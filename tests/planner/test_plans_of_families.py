@@ -44,7 +44,8 @@ def passes_of(folder, name):
 
 NAMES = [name for name in TINY if name not in VARIANTS]
 EVERYTHING = PLAIN | {"recompute": True, "reference": True, "accumulates": True}
-DEPTHS = [*((name, EVERYTHING) for name in NAMES), ("stable_diffusion_3", PLAIN | {"detached": True})]
+DEEP = ("stable_diffusion_3", "flux_dev", "z_image", "lumina2")
+DEPTHS = [*((name, EVERYTHING) for name in DEEP), ("stable_diffusion_3", PLAIN | {"detached": True})]
 
 
 @pytest.mark.parametrize(("name", "how"), DEPTHS)

@@ -31,7 +31,6 @@ R = "actor_rollout_ref.rollout"
         ((f"{R}.process.silence_timeout_s=1",), f"{R}.process.silence_timeout_s: got 1.0; .*at least 3"),
         ((f"{R}.quantization=int4",), f"{R}.quantization: got 'int4'; choose one of fp8"),
         ((f"{R}.name=vllm_omni", f"{R}.merge_adapter=true"), f"{R}.merge_adapter: got true with name=vllm_omni"),
-        ((f"{R}.name=vllm_omni", f"{R}.torch_compile=true"), f"{R}.torch_compile: got true with name=vllm_omni"),
         ((f"{R}.quantization_skip=[attn]",), f"{R}.quantization_skip: got .*attn.* without a quantization"),
         (
             (f"{R}.torch_compile=true", f"{R}.cache.name=first_block"),

@@ -79,15 +79,21 @@ def request_for(model, family=None, *, window=2, **settings):
     return rollout_cases.request_for(model, prompts, window=window, record_means=bool(window), **settings)
 
 
-def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, alpha=8):
-    """Both engines; the caller closes ``vllm``. A start takes ten to twenty seconds."""
+def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, alpha=8, *, torch_compile=False):
+    """Both engines; the caller closes ``vllm``, whose blocks may be compiled. A start takes ten to twenty seconds."""
     torch.set_num_threads(1)
     model = load_model(path)
     if family is not None:
         # vllm-omni does without the text encoders.
         path = shutil.copytree(path, f"{path}_{dtype}", ignore=shutil.ignore_patterns("model.safetensors"))
     lora = ModelConfig(path=path, lora_rank=4, lora_alpha=alpha)
-    rollout = RolloutConfig(name="vllm_omni", dtype=dtype_name(dtype), micro_batch_size=4, vllm_omni=TIMEOUTS)
+    rollout = RolloutConfig(
+        name="vllm_omni",
+        dtype=dtype_name(dtype),
+        micro_batch_size=4,
+        torch_compile=torch_compile,
+        vllm_omni=TIMEOUTS,
+    )
     vllm = VllmOmniEngine(rollout, model, lora, "cpu")
     diffusers = DiffusersEngine(model, lora, dtype=dtype, micro_batch_size=4, device="cpu")
     return Pair(model, lora, vllm, diffusers, family)

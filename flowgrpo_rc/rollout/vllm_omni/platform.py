@@ -20,7 +20,7 @@ _DECLARATIONS = torch.library.Library("_C", "FRAGMENT")
 
 
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
-    """One CPU device, eager, attention by ``scaled_dot_product_attention``, products by plain torch."""
+    """One CPU device, attention by ``scaled_dot_product_attention``, products by plain torch."""
 
     # The kind of platform that vllm-omni takes from a plugin.
     _omni_enum = OmniPlatformEnum.OOT
@@ -31,7 +31,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def supports_torch_inductor(cls) -> bool:
-        return False
+        return True  # it compiles if ``rollout.torch_compile`` asks for it
 
     @classmethod
     def get_torch_device(cls, local_rank: int | None = None) -> torch.device:

@@ -57,7 +57,7 @@ class Server:
             **(attention if config.rollout_attn_backend else {}),
             model=resolve_asset(lora.path),
             dtype=config.dtype,
-            enforce_eager=True,
+            enforce_eager=not config.torch_compile,
             max_num_seqs=config.micro_batch_size,
             request_batch_max_wait_ms=100.0,  # it draws a batch that is not full after this
             max_cpu_loras=2,

@@ -1,0 +1,28 @@
+"""vllm-omni with compiled blocks draws what the ``diffusers`` engine draws, with every adapter that it is given."""
+
+import shutil
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engine_pair import make_pair, random_adapter, zero_adapter
+from test_parity import assert_parity
+
+from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
+
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_blocks_take_every_adapter(tmp_path, monkeypatch):
+    """A graph that had kept the first adapter's weights would draw with them again."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    pair = make_pair(torch_compile=True)
+    for adapter in (random_adapter(pair), zero_adapter(pair), random_adapter(pair, seed=3)):
+        digest = pair.sync(adapter, 3)
+        request = pair.request()
+        check_rollout(request, pair.vllm.generate(request), pair.model, HeldAdapter(3, digest), "float32")
+        assert_parity(pair, request)
+    assert list(tmp_path.rglob("*.so"))
+    pair.vllm.close()
