@@ -5,6 +5,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.config import AUTO
@@ -116,14 +117,20 @@ class MemoryPlan:
         if (run.rollout.dtype, run.engine_quantization) != (run.model.dtype, run.model.quantization):
             self.engine = Measured(run, of_engine=True)
         self.sizes = self.actor.sizes
+        # By their precisions: advice comes back to the same ones, and measuring takes seconds.
+        self._measured = {run.precisions: self}
 
     def of_run(self, run: PlannedRun) -> "MemoryPlan":
-        """The plan of another run of the same model and images; measured again if a precision differs."""
-        if self.run.precisions != run.precisions:
-            return MemoryPlan(run)
-        plan = copy(self)
+        """The plan of another run of the same model and images, measured once for each set of precisions."""
+        if run.precisions not in self._measured:
+            MemoryPlan(run)._join(self._measured)
+        plan = copy(self._measured[run.precisions])
         plan.run = run
         return plan
+
+    def _join(self, measured: dict[tuple[Any, ...], "MemoryPlan"]) -> None:
+        measured[self.run.precisions] = self
+        self._measured = measured
 
     def memory(self, run: PlannedRun, gpus: int) -> Memory:
         """Memory of ``run``, which has this plan's model, precisions and images, on one of so many GPUs."""

@@ -46,10 +46,12 @@ class PlannedRun:
         return self.model.quantization if ENGINES[self.rollout.name].takes_actors_transformer else None
 
     @property
-    def precisions(self) -> tuple[str | None, ...]:
+    def precisions(self) -> tuple[Any, ...]:
         """Every precision that bytes and operations depend on."""
-        model = self.model
-        return model.dtype, model.quantization, model.lora_computes_in, self.rollout.dtype, self.engine_quantization
+        model, rollout = self.model, self.rollout
+        skipped = None if rollout.quantization_skip is None else tuple(rollout.quantization_skip)
+        own = (model.dtype, model.quantization, model.lora_dtype, model.lora_computes_in)
+        return *own, rollout.dtype, self.engine_quantization, skipped
 
     def has_engine_process(self, gpus: int) -> bool:
         """Return true if an engine's process shares one of the trainer's ``gpus`` GPUs. Engines on a Ray cluster, and

@@ -7,6 +7,8 @@ import os
 import resource
 import shutil
 import signal
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from tests_support import (
 )
 from tolerances import adam
 
+from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models import load_model
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import shipped
@@ -158,28 +161,51 @@ def test_a_run_on_clean_images(small_config, name):
     assert same(adapter_of(whole), adapter_of(first.folder.root))
 
 
-@pytest.mark.portable
-@pytest.mark.process
-@pytest.mark.parametrize("kind", ["bypass", "decoupled", "awm", "dpo"])
-def test_two_processes_give_the_update_of_one(small_config, tmp_path, kind):
-    """The same images, the same optimizer steps, dealt out over two gloo processes."""
+def settings_of(kind):
+    """Of a run on two processes and of its like on one."""
     settings = ("trainer.resume_mode=disable", *LATE)
     if kind in ("awm", "dpo"):
         settings += ("algorithm.rollout_correction=null", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={kind}")
     elif kind == "decoupled":
         settings += ("algorithm.rollout_correction.bypass_mode=false", *REJECTING_LATE, f"{BASELINE}=true")
-    trainer = FlowGRPOTrainer(small_config(*settings, folder="one"))
+    return settings
+
+
+KINDS = ("bypass", "decoupled", "awm", "dpo")
+
+
+def main(folder):
+    """A run of each kind in this process group; torchrun starts this file."""
+    for kind in KINDS:
+        overrides = overrides_of(Path(folder) / kind, *settings_of(kind))
+        trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", overrides))
+        trainer.accelerator.end_training = lambda: None  # the process group is the next run's too
+        trainer.fit()
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    """The folder of a run of each kind on two gloo processes."""
+    folder = tmp_path_factory.mktemp("on_two")
+    done = run_process(*TORCHRUN, __file__, folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert " ".join(done.stdout.split()).count("on 2 process(es)") == len(KINDS)
+    return folder
+
+
+@pytest.mark.portable
+@pytest.mark.process
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_give_the_update_of_one(small_config, on_two, kind):
+    """The same images, the same optimizer steps, dealt out over both."""
+    trainer = FlowGRPOTrainer(small_config(*settings_of(kind)))
     start = {file_name(n): v.clone() for n, v in adapter_state(trainer.run.actor.transformer).items()}
     one = trainer.fit().root
-    command = (*TORCHRUN, "-m", "flowgrpo_rc.cli.main", "demo")
-    done = run_process(*command, *overrides_of(tmp_path / "two", *settings))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "on 2 process(es)" in " ".join(done.stdout.split())
-    single, double = rows_of(one), rows_of(tmp_path / "two")
+    single, double = rows_of(one), rows_of(on_two / kind)
     assert (0.1 < single[-1]["actor/kept_fraction"] < 0.9) is (kind == "decoupled")
     assert_close_rows(double, single)
     learned = adapter_of(one)
-    update, apart = distance(start, learned), distance(adapter_of(tmp_path / "two"), learned)
+    update, apart = distance(start, learned), distance(adapter_of(on_two / kind), learned)
     assert update > 1e-3
     # the update of other images, or of half of them, would be about as far away as it is long
     assert apart < adam() * update
@@ -542,3 +568,7 @@ def test_refused_runs_leave_no_folder(small_config, tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="rollout.torch_compile: got true, but the C.. compiler no-such-compiler"):
         FlowGRPOTrainer(small_config("actor_rollout_ref.rollout.torch_compile=true", folder="never"))
     assert not (tmp_path / "never").exists()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
