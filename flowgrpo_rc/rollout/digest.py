@@ -6,8 +6,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.transfers import to_host
-
 
 def adapter_digest(state: Mapping[str, Tensor]) -> str:
     """SHA-256 over the tensors, on one device, in the order of their names; 64 hexadecimal digits."""
@@ -52,5 +50,5 @@ def _bits(state: Mapping[str, Tensor]) -> Tensor:
 def _digest(header: bytes, bits: Tensor) -> str:
     digest = hashlib.sha256(header + b"\n")  # no line of the header is empty, so this one ends it
     # The only transfer of a digest.
-    digest.update(to_host({"bits": bits})["bits"].numpy().data)
+    digest.update(bits.cpu().numpy().data)
     return digest.hexdigest()
