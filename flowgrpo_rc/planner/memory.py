@@ -118,7 +118,7 @@ class MemoryPlan:
             self.engine = Measured(run, of_engine=True)
         self.sizes = self.actor.sizes
         # By their precisions: advice comes back to the same ones, and measuring takes seconds.
-        self._measured = {run.precisions: self}
+        self._measured: dict[tuple[Any, ...], MemoryPlan] = {run.precisions: self}
 
     def of_run(self, run: PlannedRun) -> "MemoryPlan":
         """The plan of another run of the same model and images, measured once for each set of precisions."""
