@@ -87,8 +87,10 @@ $(VLLM)/.installed: scripts/install_vllm_omni_cpu.sh scripts/torchvision_on_cpu.
 
 # On a machine with a CUDA device: the tests that need one, the demo and benchmarks; figures in outputs/gpu_run.
 gpu: $(VERL)/.installed $(ROUND)/.installed
-	PY=$(BIN)/python PYTHONPATH=$(CURDIR)/$(VERL):$(CURDIR)/$(ROUND) bash scripts/gpu_run.sh tests
-	PY=$(BIN)/python PYTHONPATH=$(CURDIR)/$(ROUND) bash scripts/gpu_run.sh scale
+	status=0; export PY=$(BIN)/python; \
+	PYTHONPATH=$(CURDIR)/$(VERL):$(CURDIR)/$(ROUND) bash scripts/gpu_run.sh tests || status=1; \
+	PYTHONPATH=$(CURDIR)/$(ROUND) bash scripts/gpu_run.sh scale || status=1; \
+	exit $$status
 
 install: $(STAMP)
 

@@ -197,7 +197,7 @@ class Measurement:
                     continue
                 try:
                     kind(label, **settings)
-                except (torch.OutOfMemoryError, RuntimeError, AssertionError, ImportError) as error:
+                except (torch.OutOfMemoryError, RuntimeError, AssertionError, ImportError, KeyError) as error:
                     # Kernels or packages that are missing here must not end the others.
                     self.row(f"{kind.__name__}, {label}", error=f"{type(error).__name__}: {error}"[:300])
                 gc.collect()

@@ -6,9 +6,19 @@ is a wait. On a machine without an accelerator nothing is copied.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def indexed(device: Any) -> torch.device:
+    """``device`` with the number of the current CUDA device where it has none, so that other threads, which have a
+    current device of their own, take the same one."""
+    named = torch.device(device)
+    if named.type == "cuda" and named.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return named
 
 
 def onto(tensor: Tensor, device: torch.device) -> Tensor:

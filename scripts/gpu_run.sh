@@ -64,14 +64,19 @@ tests() {
 }
 
 scale() {
-    local one
+    local one planned
     # On the CPU, while the GPU measures.
-    $PY benchmarks/gpu_scale.py --plan --out "$OUT/plan.jsonl" ${PLANNED:+--case $PLANNED} > "$OUT/plan.log" 2>&1 &
+    # shellcheck disable=SC2086
+    (
+        part plan 560 $PY benchmarks/gpu_scale.py --plan --out "$OUT/plan.jsonl" ${PLANNED:+--case $PLANNED}
+        exit $failed
+    ) &
+    planned=$!
     for one in ${CASES:-qwen:150 sd35:100 460m:90 qwen_1024:80 sd35_1024:60}; do
         part "scale_${one%%:*}" $((${one#*:} + 20)) $PY benchmarks/gpu_scale.py --case "${one%%:*}" \
             --seconds "${one#*:}" --device "${DEVICE:-cuda}" --out "$OUT/scale.jsonl"
     done
-    wait
+    wait "$planned" || failed=1
     cat "$OUT/plan.jsonl" 2> /dev/null
 }
 
@@ -85,7 +90,8 @@ case ${1:-} in
 esac
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
-rm -f "$OUT/parts.jsonl"
+# Of an earlier run of the same kind.
+if [ "$1" = tests ]; then rm -f "$OUT/parts.jsonl"; else rm -f "$OUT/scale.jsonl" "$OUT/plan.jsonl"; fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 if [ -d .gpu/wheels ]; then
     site=${SITE:-.gpu/site}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.process
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gpu_run.sh"
 PARTS = {
     "tests": ["facts", "gpu_tests", "demo", "correction", "step_time"],
-    "scale": ["scale_qwen", "scale_sd35"],
+    "scale": ["plan", "scale_qwen", "scale_sd35"],
 }
 
 
@@ -21,10 +22,13 @@ def run(tmp_path, what, python, **settings):
     fake.write_text(f"#!/bin/sh\n{python}\n")
     fake.chmod(0o755)
     out = tmp_path / "out"
+    shutil.rmtree(out, ignore_errors=True)
     settings |= {"PY": str(fake), "OUT": str(out), "CASES": "qwen:1 sd35:2"}
     done = run_process("bash", SCRIPT, what, env=os.environ | settings)
     rows = map(json.loads, (out / "parts.jsonl").read_text().splitlines())
-    return done.returncode, [(row["part"], row["exit"]) for row in rows]
+    found = [(row["part"], row["exit"]) for row in rows]
+    # The plan is made beside the others.
+    return done.returncode, found if what == "tests" else sorted(found)
 
 
 @pytest.mark.parametrize("what", PARTS)

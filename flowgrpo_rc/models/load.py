@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
@@ -23,6 +23,7 @@ from flowgrpo_rc.models.registry import FAMILIES
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.prompt import Prompt, grey_image
 from flowgrpo_rc.quiet import IMPORTS, only_errors, quiet_loading
+from flowgrpo_rc.transfers import indexed
 
 SUPPORTED_PIPELINES = FAMILIES.keys()
 """Pipeline classes with an adapter in this package."""
@@ -92,7 +93,7 @@ class PipelineLoader:
         if missing:
             raise files.damaged(f"{INDEX} names no {', '.join(missing)}, which a {files.class_name} needs")
         self._dtype = dtype
-        self._device = device
+        self._device = indexed(device)
         self._quantization = quantization
         with quiet_loading("diffusers", "transformers"):
             # The pipeline itself reads parts that are not used here, such as an image encoder.
@@ -332,9 +333,13 @@ def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any, optio
     # The two libraries name the same option differently.
     options["dtype" if part.library == "transformers" else "torch_dtype"] = dtype
     with _explaining(files, f"{part.name}/config.json and {Path(file).name} do not give a {part.class_name}"):
-        network, info = kind.from_pretrained(
-            str(files.folder / part.name), output_loading_info=True, ignore_mismatched_sizes=True, **options
+        read = partial(
+            kind.from_pretrained, str(files.folder / part.name), output_loading_info=True, ignore_mismatched_sizes=True
         )
+        try:
+            network, info = read(**options)
+        except NotImplementedError:  # weights that no file has cannot go to a device; without one they are named
+            network, info = read(**{key: value for key, value in options.items() if key != "device_map"})
     misshaped = [f"{name} {list(here)} instead of {list(wanted)}" for name, here, wanted in info["mismatched_keys"]]
     loaded = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": misshaped}
     faults = [_counted(names, fault) for fault, names in loaded.items() if names]

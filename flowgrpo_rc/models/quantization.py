@@ -67,7 +67,9 @@ def loading_options(
     from diffusers import TorchAoConfig
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
-    kind = Int8WeightOnlyConfig() if quantization == "int8" else Float8WeightOnlyConfig()
+    # Its settings of the compiler would be everybody's; some versions of torchao turn on TF32 with them.
+    weight_only = Int8WeightOnlyConfig if quantization == "int8" else Float8WeightOnlyConfig
+    kind = weight_only(set_inductor_config=False)
     config = TorchAoConfig(kind, modules_to_not_convert=[f"{name}.weight" for name in outside])
     # With a device map diffusers leaves what goes to the host unrounded.
     yield {"quantization_config": config} | ({} if device.type == "cpu" else {"device_map": {"": device}})

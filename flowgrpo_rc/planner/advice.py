@@ -69,8 +69,8 @@ def _by_cost(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[dict[str, Any], str
     if rollout.dtype == "float32" and model.dtype != "float32":
         yield {f"{ROLLOUT}.dtype": model.dtype}, "the engine shares the actor's weights"
     # Sharding goes only with an engine that computes with the actor's own transformer, and without compilation.
-    same_attention = rollout.rollout_attn_backend == model.attn_backend
-    shares = not run.samples_in_trainer or (run.shares_weights and same_attention)
+    same_kernels = rollout.rollout_attn_backend == model.attn_backend and not rollout.torch_compile
+    shares = not run.samples_in_trainer or (run.shares_weights and same_kernels)
     if gpus.count > 1 and shares and not model.torch_compile and not fsdp.shard:
         yield {f"{FSDP}.shard": True}, "the GPUs share the frozen weights and gather them by blocks"
     if beside and rollout.name == "vllm_omni" and not run.rollout.vllm_omni.sleep:
@@ -86,7 +86,7 @@ def _by_cost(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[dict[str, Any], str
         half = {f"{MODEL}.dtype": "bfloat16", f"{ROLLOUT}.dtype": "bfloat16"}
         yield half, "half the weights; log-probs get bfloat16's rounding"
     # Weights are rounded whole and for one engine: the actor's own transformer.
-    if model.dtype == "bfloat16" and run.shares_weights and same_attention and not (fsdp.shard or model.torch_compile):
+    if model.dtype == "bfloat16" and run.shares_weights and same_kernels and not (fsdp.shard or model.torch_compile):
         if model.quantization is None:
             yield {f"{MODEL}.quantization": "int8"}, "the base in 8 bits"
         if model.quantization != "nf4":

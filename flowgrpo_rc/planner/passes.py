@@ -154,6 +154,9 @@ class Passes:
         pipeline.model.batch_guidance = lora.batch_guidance
         self._pipeline = pipeline
         self._rollout = rollout
+        tokens = pipeline.model.prompt_tokens(asked.max_sequence_length)
+        multiple = lora.prompt_length_multiple if pipeline.model.masks_prompts else 1
+        self._tokens = -(-tokens // multiple) * multiple  # Embeddings of the longest prompt
         self._autocast = autocast
         self.transformer = pipeline.transformer
         self.kinds = kinds_of(self.transformer)
@@ -271,7 +274,7 @@ class Passes:
         asked = self._rollout.pipeline
         model = self._pipeline.model
         one = model.blank_prompt()
-        tokens = model.prompt_tokens(asked.max_sequence_length)
+        tokens = self._tokens
         latents = torch.empty(rows, *model.latent_shape(asked.height, asked.width))
         # Reference images are large squares, as few as the family takes, and one if the settings have its area.
         images, most = FAMILIES[self._pipeline.class_name].images
@@ -326,7 +329,7 @@ class Passes:
     def _at(self, depths: Sequence[int], run: Callable[[LiveBytes], None]) -> Usage:
         """Measure a run with this many blocks of every kind."""
         resident = [*self.transformer.parameters(), *self.transformer.buffers()]
-        whole = WholePrompts(self._pipeline.model.prompt_tokens(self._rollout.pipeline.max_sequence_length))
+        whole = WholePrompts(self._tokens)
         with (
             self._pipeline.fake,
             whole,

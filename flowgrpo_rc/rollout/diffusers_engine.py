@@ -41,6 +41,7 @@ from flowgrpo_rc.rollout.weights import (
     round_fp8_rows,
     round_layers,
 )
+from flowgrpo_rc.transfers import indexed
 
 
 class DiffusersEngine:
@@ -93,7 +94,7 @@ class DiffusersEngine:
         if ACTOR_ADAPTER in taken:
             raise ValueError("the actor's adapter is attached already; create the rollout engine before the actor")
         self._model = model
-        self._device = torch.device(device)
+        self._device = indexed(device)
         self._dtype = dtype
         self._micro_batch_size = micro_batch_size
         self._gathers = gather_weights
@@ -127,7 +128,7 @@ class DiffusersEngine:
             self._base = {name: layers[name].weight.detach() for name in adapted}
         self._quantization = quantization
         self._rounded = rounded & set(self._base or ())  # Layers that are rounded with each adapter
-        self._round(rounded - self._rounded)
+        self._round([layers[name] for name in rounded - self._rounded])
         # The engine never learns, and gradients of its adapter would go to the optimizer.
         self.transformer.requires_grad_(False).eval()
         # An actor beside the engine compiles the blocks that they share.
@@ -173,8 +174,12 @@ class DiffusersEngine:
         if self._rounds_adapter:
             round_adapter(self.transformer, self.adapter)
         if self._base is not None:
-            merge_into_weights(self.transformer, self.adapter, self._base)
-            self._round(self._rounded)
+            layers = linear_layers(self.transformer)
+            for name, weight in self._base.items():
+                merge_into_weights(self.transformer, self.adapter, {name: weight})
+                # One by one: all of them unrounded would be more memory than a plan counts.
+                if name in self._rounded:
+                    self._round([layers[name]])
         self.adapter_version = version
         return self._held_digest()
 
@@ -218,10 +223,9 @@ class DiffusersEngine:
         echo = sampler.echo(adapter_version=self.adapter_version, adapter_digest=self._held_digest())
         return Trajectories(torch.cat([images for images, _ in sampled]), batch_of(record, request), echo)
 
-    def _round(self, names: set[str]) -> None:
-        if self._quantization is not None and names:
-            layers = linear_layers(self.transformer)
-            round_layers(self.transformer, [layers[name] for name in names], self._quantization)
+    def _round(self, layers: Sequence[nn.Linear]) -> None:
+        if self._quantization is not None and layers:
+            round_layers(layers, self._quantization)
 
     def _held_digest(self) -> str:
         return self._digest(adapter_parameters(self.transformer, self.adapter))

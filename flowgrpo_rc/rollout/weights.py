@@ -4,6 +4,7 @@ torchao's layers (``int8``, ``fp8``) round activations too, a row at a time, and
 rounds weights alone and multiplies in the engine's dtype.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +20,9 @@ from flowgrpo_rc.rollout.config import EMULATED
 
 FP8_MAX = 448.0
 """Largest finite value of ``float8_e4m3fn``: sign, 4 exponent and 3 mantissa bits, no infinity."""
+ONE_ROW_AN_IMAGE = re.compile(r"(_mod\.\d+|norm\w*\.linear|adaLN_modulation\.\d+)$")
+"""Ends of the names of layers that modulate a block. Their input is the timestep, one row an image, where a GPU's
+product of integers takes more than 16 rows."""
 FIRST_WITH_FP8 = (8, 9)
 """The first compute capability of a GPU with float8 kernels (Ada, Hopper)."""
 
@@ -57,7 +61,7 @@ def layers_to_round(
         model: of its family.
         quantization: ``int8`` and ``fp8`` round the layers of the blocks, ``fp8_emulated`` every linear layer.
         skip: names, or parts of names between dots, of layers that stay; ``None``: the family's ``keeps_unrounded`` for
-            ``int8`` and ``fp8``, and none for ``fp8_emulated``.
+            ``int8`` and ``fp8``, for ``int8`` also ``ONE_ROW_AN_IMAGE``, and none for ``fp8_emulated``.
 
     Raises:
         ValueError: ``skip`` names a layer that ``quantization`` does not round anyway.
@@ -70,6 +74,8 @@ def layers_to_round(
         layers &= {name.removesuffix(".base_layer") for name in block_layers(transformer)}
     if skip is None:
         skip = () if quantization == EMULATED else model.keeps_unrounded
+        if quantization == "int8":
+            layers = {name for name in layers if not ONE_ROW_AN_IMAGE.search(name)}
     kept = {part: {name for name in layers if f".{part}." in f".{name}."} for part in skip}
     unknown = [part for part, names in kept.items() if not names]
     if unknown:
@@ -97,9 +103,9 @@ def round_fp8_rows(weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
     return (codes.float() / fp8_max * absmax).to(weight.dtype)
 
 
-def round_layers(transformer: nn.Module, layers: Iterable[nn.Linear], quantization: str) -> None:
-    """Give these linear layers of ``transformer`` rounded weights of their own. Biases stay, and so do the tensors that
-    the layers held before."""
+def round_layers(layers: Iterable[nn.Linear], quantization: str) -> None:
+    """Give these linear layers rounded weights of their own. Biases stay, and so do the tensors that the layers held
+    before."""
     if quantization == EMULATED:
         for layer in layers:
             layer.weight = nn.Parameter(round_fp8_rows(layer.weight), requires_grad=False)
@@ -111,11 +117,14 @@ def round_layers(transformer: nn.Module, layers: Iterable[nn.Linear], quantizati
         quantize_,
     )
 
-    kind: Any = Int8DynamicActivationInt8WeightConfig()
+    # Its settings of the compiler would be the actor's too; some versions of torchao turn on TF32 with them.
+    kind: Any = Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
     if quantization == "fp8":
-        kind = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
-    chosen = {id(layer) for layer in layers}
-    quantize_(transformer, kind, filter_fn=lambda module, _name: id(module) in chosen)
+        kind = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+    chosen = nn.ModuleList(layers)
+    for layer in chosen:
+        vars(layer).pop("extra_repr", None)  # torchao would wrap its own once more each time
+    quantize_(chosen, kind)
 
 
 def round_adapter(transformer: nn.Module, adapter: str) -> None:

@@ -8,6 +8,7 @@ from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.memory import MemoryPlan
 from flowgrpo_rc.planner.pipeline import PlanError
 from flowgrpo_rc.planner.settings import ACTOR, PlannedRun
+from flowgrpo_rc.rollout.config import EMULATED
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 
@@ -25,12 +26,18 @@ def planned_run(config: FlowGRPOConfig) -> PlannedRun:
     )
 
 
-def check_memory(config: FlowGRPOConfig, num_processes: int, device_bytes: int) -> MemoryPlan | None:
+def check_memory(
+    config: FlowGRPOConfig, num_processes: int, device_bytes: int, *, emulates_fp8: bool = False
+) -> MemoryPlan | None:
     """Warn if the planner finds that the run does not fit GPUs of ``device_bytes`` each; returns the plan. A model
     without known configuration files (on the hub, not yet downloaded) cannot be planned and passes. Raises
-    ``PlanError`` if the tensors of the update alone exceed the device's memory, and a smaller micro-batch would fit."""
+    ``PlanError`` if the tensors of the update alone exceed the device's memory, and a smaller micro-batch would fit.
+    ``emulates_fp8``: the GPUs have no float8 kernels, so that an fp8 engine's weights take as much as unrounded
+    ones."""
     try:
         run = planned_run(config)
+        if emulates_fp8 and run.rollout.quantization == "fp8":
+            run = run.with_rollout(quantization=EMULATED)
         # Weights are shared within a node alone.
         size = run.actor.fsdp_config.processes_to_a_copy(processes_on_node(num_processes))
         gpus = Gpus(num_processes, device_bytes / GIB)

@@ -32,9 +32,9 @@ from flowgrpo_rc.rewards.mix import try_own
 from flowgrpo_rc.rewards.preference import preference_reward
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories, build_engine
 from flowgrpo_rc.rollout.build import check_engine, check_placement
-from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig, Share
+from flowgrpo_rc.rollout.config import EMULATED, PipelineConfig, RolloutConfig, Share
 from flowgrpo_rc.rollout.proof import check_rollout
-from flowgrpo_rc.rollout.weights import check_kernels
+from flowgrpo_rc.rollout.weights import check_kernels, on_device
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
 from flowgrpo_rc.trainer.checkpoint import fingerprint, random_states, restore_random_states
@@ -175,7 +175,9 @@ class Run:
         """Check memory and count the work, on the main process: the plan is the same for all, with its warnings."""
         if self.accelerator.is_main_process:
             device = torch.cuda.get_device_properties(self.accelerator.device)
-            plan = check_memory(self.config, self.accelerator.num_processes, device.total_memory)
+            emulates = on_device("fp8", self.accelerator.device) == EMULATED
+            processes = self.accelerator.num_processes
+            plan = check_memory(self.config, processes, device.total_memory, emulates_fp8=emulates)
             if plan is not None:
                 self.seconds_at_peak = seconds_at_peak(step_flops(plan), plan.run, device.name)
                 self._planned = plan.run.model

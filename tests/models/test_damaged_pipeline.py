@@ -7,7 +7,7 @@ import damage
 import pytest
 import torch
 
-from flowgrpo_rc.models import UnsupportedModelError, load_model
+from flowgrpo_rc.models import UnsupportedModelError, load, load_model
 from flowgrpo_rc.models.load import check_pipeline
 from flowgrpo_rc.paths import resolve_asset
 
@@ -267,3 +267,13 @@ def test_a_run_is_refused_before_prompts_and_rewards_are_read(folder, small_conf
     config = small_config(f"actor_rollout_ref.model.path={folder}", "data.train_files=/no/such/file.txt")
     with pytest.raises(UnsupportedModelError, match="text_encoder/model.safetensors is cut off"):
         FlowGRPOTrainer(config)
+
+
+@pytest.mark.parametrize("damaging", [drop("transformer"), weights("vae", misshape), drop("text_encoder")])
+def test_weights_that_go_straight_to_a_device_are_named_too(folder, monkeypatch, damaging):
+    read = load._load_weights
+    to_a_device = {"device_map": {"": "cpu"}}
+    monkeypatch.setattr(load, "_load_weights", lambda *given: read(*given[:-1], to_a_device))
+    load_model(str(folder))
+    damaging(folder)
+    refused(load_model, folder, "config.json are not of one", "1 ")

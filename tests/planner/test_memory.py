@@ -1,5 +1,6 @@
 """Memory by component, verdicts, what to change, work and time."""
 
+import re
 import warnings
 from dataclasses import replace
 
@@ -101,6 +102,7 @@ def test_sharding_is_proposed_where_it_is_possible(run, plan, monkeypatch):
     assert proposed(smallest, 4) == [f"{fsdp}.shard=true", f"{fsdp}.param_offload=true"]
     assert proposed(smallest, 1) == ["actor_rollout_ref.model.quantization=nf4"]
     assert proposed(changed(smallest, model__torch_compile=True), 4) == []
+    assert proposed(smallest.with_rollout(torch_compile=True), 4) == []
     assert f"{fsdp}.shard=true" not in proposed(smallest.with_rollout(quantization="fp8"), 4)
     kept = sharded(smallest, reshard_after_forward=False, param_offload=True)
     assert proposed(kept, 4) == [f"{fsdp}.reshard_after_forward=true"]
@@ -147,13 +149,14 @@ def test_an_average_and_a_copy_are_counted(run, plan):
 
 
 def test_weights_of_an_engine_in_8_bits_or_with_a_merged_adapter(run, plan):
-    """By hand for Qwen-Image's layers: a byte a number and the scales of a row, but for the image's MLPs; and the
-    adapted layers once more, in 16 bits, where the engine cannot add to the actor's."""
+    """By hand for Qwen-Image's layers: a byte a number and the scales of a row, but for the image's MLPs and for
+    modulation; and the adapted layers once more, in 16 bits, where the engine cannot add to the actor's."""
     copy = "engine's own copy of the transformer"
     layers = [layer for kind in plan.actor.kinds for block in kind.blocks for layer in linear_layers(block).items()]
-    for skip, kept in ((None, "img_mlp"), ([], "nothing"), (["attn"], "attn")):
+    for skip, kept in ((None, "img_mlp|_mod"), ([], "nothing"), (["attn"], "attn")):
         rounded = run.with_rollout(quantization="int8", quantization_skip=skip)
-        saved = sum(x.in_features * x.out_features - 5 * x.out_features for name, x in layers if kept not in name)
+        held = [layer for name, layer in layers if not re.search(kept, name)]
+        saved = sum(x.in_features * x.out_features - 5 * x.out_features for x in held)
         held = plan.sizes.transformer + plan.sizes.buffers - saved
         assert MemoryPlan(rounded).memory(rounded, 1).resident[copy] == held
     merged = run.with_rollout(merge_adapter=True)
@@ -162,6 +165,21 @@ def test_weights_of_an_engine_in_8_bits_or_with_a_merged_adapter(run, plan):
     assert plan.memory(merged, 1).resident[copy] == 2 * adapted
     elsewhere, beside = (plan.memory(one.with_rollout(placement="process"), 2).engine for one in (merged, run))
     assert elsewhere - beside == 2 * adapted
+
+
+def test_a_gpu_without_float8_kernels_holds_weights_as_they_were(run, plan, monkeypatch):
+    planned_for = []
+    monkeypatch.setattr(planned, "planned_run", lambda _: run.with_rollout(quantization="fp8"))
+    monkeypatch.setattr(planned, "MemoryPlan", lambda asked: planned_for.append(asked) or plan)
+    for emulates in (True, False):
+        planned.check_memory(None, 1, 1 << 40, emulates_fp8=emulates)  # pyright: ignore[reportArgumentType]
+    assert [one.rollout.quantization for one in planned_for] == ["fp8_emulated", "fp8"]
+
+
+def test_prompts_that_are_padded_to_a_multiple_cost_what_longer_ones_do(run):
+    padded = MemoryPlan(changed(run, model__prompt_length_multiple=64))
+    longer = MemoryPlan(changed(run, rollout__pipeline__max_sequence_length=64))
+    assert padded.actor.forward(2) == longer.actor.forward(2)
 
 
 def test_an_engine_of_its_own_counts_where_it_is(run, plan):

@@ -106,8 +106,11 @@ def test_an_engine_alone_merges_to_the_same_bits(tiny_model):
 def test_layers_that_stay_are_named_by_a_part(tiny_model):
     every = layers_to_round(tiny_model.transformer, tiny_model, "int8", ())
     assert all(name.startswith("transformer_blocks.") for name in every)
-    own = layers_to_round(tiny_model.transformer, tiny_model, "int8", None)
+    own = layers_to_round(tiny_model.transformer, tiny_model, "fp8", None)
     assert every - own == {name for name in every if ".img_mlp." in name} != set()
+    modulate = {name for name in own if name.endswith("_mod.1")}
+    assert len(modulate) == 2 * len(tiny_model.transformer.transformer_blocks)
+    assert own - layers_to_round(tiny_model.transformer, tiny_model, "int8", None) == modulate
     without = layers_to_round(tiny_model.transformer, tiny_model, "fp8", ["to_out.0", "transformer_blocks.0"])
     assert without == {n for n in every if not n.startswith("transformer_blocks.0.") and not n.endswith(".to_out.0")}
     assert layers_to_round(tiny_model.transformer, tiny_model, EMULATED, None) == set(

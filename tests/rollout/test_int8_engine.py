@@ -84,4 +84,4 @@ def test_a_run_learns_with_a_gap(small_config, settings):
         assert len(steps) == 2
         assert all(row["actor/grad_norm"] > 0 for row in steps)
         gaps.append(steps[0]["rollout_sync/engine_gap_abs_mean"])
-    assert 1.5 * gaps[0] < gaps[1] < 0.05
+    assert 1.1 * gaps[0] < gaps[1] < 0.05

@@ -181,7 +181,15 @@ class RolloutWorker(CustomPipelineWorkerExtension):
     lora_manager: Any
 
     def flowgrpo_prepare(self, vae_dtype: str, batch_guidance: bool) -> None:
-        """Prepare the pipeline once, after loading."""
+        """Prepare the pipeline once, after loading. Raises ``RuntimeError`` if blocks that were to be compiled are not:
+        vllm-omni would say so in its log, and go on."""
+        asked = not self.model_runner.od_config.enforce_eager
+        blocks = self.model_runner.pipeline.transformer.modules()
+        if asked and not any(hasattr(block.forward, "_torchdynamo_orig_callable") for block in blocks):
+            raise RuntimeError(
+                "actor_rollout_ref.rollout.torch_compile: got true, but vllm-omni has compiled no block of this "
+                "transformer; its log says why. Set it to false"
+            )
         self.model_runner.pipeline.prepare(vae_dtype, batch_guidance, self.lora_manager)
 
     def flowgrpo_activate(self, request: Any) -> None:
