@@ -308,8 +308,8 @@ class RolloutConfig(Section):
     of fp8 weights on any hardware, without their speed. Validation samples with them too. The actor's weights stay."""
     quantization_skip: list[str] | None = None
     """Linear layers that ``quantization`` leaves as they are, by the part of their names that blocks have in common,
-    e.g. ``[img_mlp]``. Null is none with ``fp8_emulated``, the family's list with ``fp8``, and with ``int8`` that list and
-    the layers that modulate a block."""
+    e.g. ``[img_mlp]``. Null is none with ``fp8_emulated``, the family's list with ``fp8``, and with ``int8`` that list
+    and the layers that modulate a block."""
     merge_adapter: bool = False
     """Add each adapter that the engine takes over to its weights, so that a forward costs as much as the base's. The
     adapted layers are then the engine's own, and rounding the sums to ``dtype`` is part of the off-policy gap."""
