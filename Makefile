@@ -19,8 +19,8 @@ demo: $(STAMP)
 # Quick: everything that neither trains nor starts a process; lists the tests that take more than two seconds.
 test: lint unit
 
-# The rest: training runs, processes, slow tests, the drop-in against verl, and a base in 8 or 4 bits. Annotated shapes
-# are checked by `make test`: here that would take 40 % of the time.
+# The rest: training runs, processes, slow tests, the drop-in against verl, and a base in 8 or 4 bits. `make test` checks
+# annotated shapes: in training runs that would take much of the time.
 test-all: export JAXTYPING_DISABLE = 1
 test-all: $(STAMP)
 	$(PYTEST) -m "run or process or slow" $(PYTEST_ARGS)

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import hashlib
+import importlib
 import os
 import shutil
 import signal
@@ -119,8 +120,7 @@ def qwen_image_pair():
 @pytest.fixture(scope="session")
 def _old_objects():
     """Each run frees its text encoders by a full collection, which would look at every module's objects again."""
-    from flowgrpo_rc.trainer import FlowGRPOTrainer  # noqa: F401
-
+    importlib.import_module("flowgrpo_rc.trainer")
     gc.collect()
     gc.freeze()
 

@@ -133,6 +133,16 @@ def run_process(*command, timeout=TIMEOUT, **settings):
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def trainer_of(folder, *overrides):
+    """A small run's trainer, which leaves the process group to the next one."""
+    from flowgrpo_rc.cli.compose import compose
+    from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+    trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", overrides_of(folder, *overrides)))
+    trainer.accelerator.end_training = lambda: None
+    return trainer
+
+
 def arguments_of(script, tmp_path, program, **environment):
     """What the script puts between ``program`` and ``flowgrpo_rc.cli.main train``, and the overrides that it gives.
 

@@ -338,8 +338,9 @@ def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any, optio
         )
         try:
             network, info = read(**options)
-        except NotImplementedError:  # weights that no file has cannot go to a device; without one they are named
-            network, info = read(**{key: value for key, value in options.items() if key != "device_map"})
+        except NotImplementedError:
+            # Weights that no file has cannot go to a device. Read to the host, they are named below.
+            network, info = read(**options | {"device_map": None})
     misshaped = [f"{name} {list(here)} instead of {list(wanted)}" for name, here, wanted in info["mismatched_keys"]]
     loaded = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": misshaped}
     faults = [_counted(names, fault) for fault, names in loaded.items() if names]

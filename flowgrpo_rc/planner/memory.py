@@ -122,15 +122,14 @@ class MemoryPlan:
 
     def of_run(self, run: PlannedRun) -> "MemoryPlan":
         """The plan of another run of the same model and images, measured once for each set of precisions."""
-        if run.precisions not in self._measured:
-            MemoryPlan(run)._join(self._measured)
-        plan = copy(self._measured[run.precisions])
+        found = self._measured.get(run.precisions)
+        if found is None:
+            found = MemoryPlan(run)
+            found._measured = self._measured
+            self._measured[run.precisions] = found
+        plan = copy(found)
         plan.run = run
         return plan
-
-    def _join(self, measured: dict[tuple[Any, ...], "MemoryPlan"]) -> None:
-        measured[self.run.precisions] = self
-        self._measured = measured
 
     def memory(self, run: PlannedRun, gpus: int) -> Memory:
         """Memory of ``run``, which has this plan's model, precisions and images, on one of so many GPUs."""

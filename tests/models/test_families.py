@@ -25,9 +25,11 @@ from flowgrpo_rc.models.lora import (
     load_lora,
     save_lora,
 )
+from flowgrpo_rc.models.quantization import block_layers
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutRequest
 from flowgrpo_rc.rollout.cache import CacheConfig
 from flowgrpo_rc.rollout.seeds import seed_for
+from flowgrpo_rc.rollout.weights import ONE_ROW_AN_IMAGE
 from flowgrpo_rc.sde import log_prob, transition
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
@@ -47,7 +49,7 @@ OF_VARIANTS = (
 
 
 def pytest_generate_tests(metafunc):
-    """``name`` of a family; all tests of one run after the other."""
+    """Give each test a family's ``name``; the tests of one family run after each other."""
     every = metafunc.function.__name__ in OF_VARIANTS
     names = [
         pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name
@@ -282,6 +284,19 @@ def test_guidance_is_the_same_in_one_call_and_in_two(name, model):
         with torch.no_grad():
             velocities.append(model.velocity(model.transformer, latents, torch.full((3,), 500.0), cond))
     assert_close(*velocities, atol=guided(LATENT, cond.true_cfg_scale), rtol=0)
+
+
+def test_layers_of_one_row_an_image_are_those_that_modulate(name, model):
+    """int8 leaves them out by their names; counted in a forward of three images."""
+    cond = conditioning(name, model, TINY[name].guidances[0], TINY[name].sizes[0])
+    latents = torch.randn(3, *model.latent_shape(*TINY[name].sizes[0]), generator=torch.Generator().manual_seed(0))
+    rows = {}
+    layers = block_layers(model.transformer)
+    for key, layer in layers.items():
+        layer.register_forward_pre_hook(lambda _, given, key=key: rows.update({key: given[0][..., 0].numel()}))
+    with torch.no_grad():
+        model.velocity(model.transformer, latents, torch.full((3,), 500.0), cond)
+    assert {key for key, count in rows.items() if count <= 3} == set(filter(ONE_ROW_AN_IMAGE.search, layers))
 
 
 def randomise(model, scale=0.3):

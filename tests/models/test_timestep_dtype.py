@@ -92,7 +92,7 @@ def test_in_float32_nothing_is_changed(model):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("family", ["flux2_klein", "chroma"])
+@pytest.mark.parametrize("family", ["flux2_klein", "chroma", "aura_flow"])
 def test_a_run_with_it_has_what_gap_other_roundings_leave(family, small_config, tmp_path, folder_of_family):
     overrides = [*run_overrides(family, folder_of_family(family), tmp_path / "data"), "trainer.total_training_steps=1"]
     own = {dtype: gap_of(small_config, overrides, dtype, "null") for dtype in ("bfloat16", "float32")}

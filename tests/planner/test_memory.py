@@ -155,8 +155,8 @@ def test_weights_of_an_engine_in_8_bits_or_with_a_merged_adapter(run, plan):
     layers = [layer for kind in plan.actor.kinds for block in kind.blocks for layer in linear_layers(block).items()]
     for skip, kept in ((None, "img_mlp|_mod"), ([], "nothing"), (["attn"], "attn")):
         rounded = run.with_rollout(quantization="int8", quantization_skip=skip)
-        held = [layer for name, layer in layers if not re.search(kept, name)]
-        saved = sum(x.in_features * x.out_features - 5 * x.out_features for x in held)
+        in_8_bits = [layer for name, layer in layers if not re.search(kept, name)]
+        saved = sum(x.in_features * x.out_features - 5 * x.out_features for x in in_8_bits)
         held = plan.sizes.transformer + plan.sizes.buffers - saved
         assert MemoryPlan(rounded).memory(rounded, 1).resident[copy] == held
     merged = run.with_rollout(merge_adapter=True)

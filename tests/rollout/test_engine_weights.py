@@ -1,5 +1,7 @@
 """Engines whose weights are not the actor's: rounded, with the adapter merged, or in compiled blocks."""
 
+import shutil
+
 import pytest
 import torch
 from rollout_cases import random_like, request_for
@@ -227,17 +229,20 @@ def test_an_engine_shares_an_actors_compiled_blocks(tiny_model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("merge_adapter", [False, True])
-def test_one_graph_serves_all_blocks(tiny_model, monkeypatch, merge_adapter):
+def test_inductor_has_one_graph_for_all_blocks(tiny_model, merge_adapter):
     """Nothing breaks it: no complex numbers, no hook; another adapter needs no new one."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
     from torch._dynamo.utils import counters
 
-    monkeypatch.setattr(diffusers_engine, "COMPILE_BACKEND", "eager")
     torch._dynamo.reset()
     counters.clear()
     engine = engine_of(tiny_model, torch_compile=True, merge_adapter=merge_adapter)
+    eager = engine_of(load_model("asset:tiny_qwen_image"))
     for seed in (1, 2):
-        synced(engine, seed)
-        engine.generate(request_for(tiny_model, cfg=4.0))
+        eager.sync(synced(engine, seed), seed)
+        found, expected = (one.generate(request_for(tiny_model, cfg=4.0)) for one in (engine, eager))
+        assert_close(found.batch["latents"], expected.batch["latents"], rtol=1e-3, atol=1e-4)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 

@@ -21,16 +21,15 @@ from tests_support import (
     assert_close_rows,
     before_step,
     names,
-    overrides_of,
     power_cut,
     recorded,
     rows_of,
     run_process,
     same,
+    trainer_of,
 )
 from tolerances import adam
 
-from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models import load_model
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import shipped
@@ -162,7 +161,7 @@ def test_a_run_on_clean_images(small_config, name):
 
 
 def settings_of(kind):
-    """Of a run on two processes and of its like on one."""
+    """Settings of a run of this kind."""
     settings = ("trainer.resume_mode=disable", *LATE)
     if kind in ("awm", "dpo"):
         settings += ("algorithm.rollout_correction=null", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={kind}")
@@ -177,10 +176,7 @@ KINDS = ("bypass", "decoupled", "awm", "dpo")
 def main(folder):
     """A run of each kind in this process group; torchrun starts this file."""
     for kind in KINDS:
-        overrides = overrides_of(Path(folder) / kind, *settings_of(kind))
-        trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", overrides))
-        trainer.accelerator.end_training = lambda: None  # the process group is the next run's too
-        trainer.fit()
+        trainer_of(Path(folder) / kind, *settings_of(kind)).fit()
 
 
 @pytest.fixture(scope="module")

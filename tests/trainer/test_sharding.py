@@ -20,11 +20,11 @@ from tests_support import (
     rows_of,
     run_process,
     same,
+    trainer_of,
 )
 from tolerances import adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models.config import FSDP_FIELD
 from flowgrpo_rc.models.lora import base_parameters
 from flowgrpo_rc.trainer import FlowGRPOTrainer
@@ -71,13 +71,6 @@ RESUMED = (
     "trainer.save_freq=1",
     "trainer.val_before_train=false",
 )
-
-
-def trainer_of(folder, *overrides):
-    """A trainer that leaves the process group to the next one."""
-    trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", overrides_of(folder, *overrides)))
-    trainer.accelerator.end_training = lambda: None
-    return trainer
 
 
 class Gathers(TorchDispatchMode):
