@@ -39,6 +39,7 @@ ALLOWED = {
     "integrations": {"correction", "sde", "loss", "batch"},
 }
 ALLOWED["gap"] = {"correction", "sde", "loss", "batch", "models", "actor", "rollout", *BASE}
+ALLOWED["replay"] = {"batch", "actor", "rollout", *BASE}
 ALLOWED["planner"] = {"sde", "batch", "models", "actor", "rollout", *BASE}
 ALLOWED["evaluation"] = {"models", "gap", "rewards", *BASE}
 ALLOWED["report"] = {"correction", "sde", "loss", "actor", "gap", "rewards", *BASE}

@@ -78,6 +78,11 @@ class UpdateResult:
     metrics: dict[str, float]
     optimizer_steps: int
     """Steps taken. A mini-batch that rejection empties takes none."""
+    mini_batches: list[MiniBatch]
+    """As given, without images that have no gradient, and in decoupled mode with their old policy. Another update with
+    them is a further epoch, if this one was told to ``keep_old``."""
+    log_probs: list[Float[Tensor, "M W"]]
+    """The current policy's of each mini-batch in the last epoch, before its optimizer step; on the host."""
 
 
 class DiffusionActor:
@@ -270,6 +275,8 @@ class DiffusionActor:
         mode: ModeInForce | None = None,
         *,
         gap: MetricAccumulator | None = None,
+        epochs: int | None = None,
+        keep_old: bool = False,
     ) -> UpdateResult:
         """Take one optimizer step per mini-batch, ``ppo_epochs`` times.
 
@@ -282,6 +289,8 @@ class DiffusionActor:
                 forward pass supplies log-probs, weights and rejection, also for later epochs.
             mode: correction and objective in force; ``None``: the configuration's.
             gap: measurements of this batch's correction so far; the update adds its own and reports all.
+            epochs: in place of ``ppo_epochs``.
+            keep_old: return all that later updates with these mini-batches need of the old policy.
 
         Raises:
             NonFiniteUpdateError: a log-prob, loss or gradient is not finite; weights and optimizer are untouched
@@ -299,22 +308,26 @@ class DiffusionActor:
             )
         # One transfer of all scalars and embeddings serves every epoch and mini-batch.
         steps = rows_of_batch(batch, conditioning, self._accelerator.device)
-        update = _Update(batch, steps, mode, gap or MetricAccumulator())
+        epochs = self.config.ppo_epochs if epochs is None else epochs
+        update = _Update(batch, steps, mode, gap or MetricAccumulator(), keeps_old=keep_old or epochs > 1)
         mini_batches = list(mini_batches)
+        log_probs: dict[int, Tensor] = {}
         metrics: list[LossMetrics] = []
         norms: list[float] = []
-        for _ in range(self.config.ppo_epochs):
+        for _ in range(epochs):
             for number, mini in enumerate(mini_batches):
                 # The mini-batch returns with its old policy, which later epochs must reuse.
-                step_metrics, mini_batches[number], norm = self._optimizer_step(update, mini)
-                metrics.append(step_metrics)
-                if norm is not None:
-                    norms.append(norm)
-        return UpdateResult(self._metrics(metrics, norms, update), len(norms))
+                done = self._optimizer_step(update, mini)
+                mini_batches[number] = done.mini
+                log_probs[number] = done.log_probs
+                metrics.append(done.metrics)
+                if done.norm is not None:
+                    norms.append(done.norm)
+        found = self._metrics(metrics, norms, update)
+        return UpdateResult(found, len(norms), mini_batches, [log_probs[number] for number in sorted(log_probs)])
 
-    def _optimizer_step(self, update: "_Update", mini: MiniBatch) -> tuple[LossMetrics, MiniBatch, float | None]:
-        """Accumulate one mini-batch, reduce over ranks, divide, clip, step. Returns the metrics, the mini-batch with
-        its old policy, and the gradient's norm: ``None`` if rejection kept nothing and no step was taken."""
+    def _optimizer_step(self, update: "_Update", mini: MiniBatch) -> "_Step":
+        """Accumulate one mini-batch, reduce over ranks, divide, clip, step."""
         self.optimizer.zero_grad(set_to_none=True)
         mini = self._with_gradient(update, mini)
         done = self._backward(update, mini)
@@ -340,7 +353,7 @@ class DiffusionActor:
         if total.kept + total.idle == 0:
             self.optimizer.zero_grad(set_to_none=True)
             warnings.warn("rollout correction rejected a whole mini-batch: its optimizer step is skipped", stacklevel=3)
-            return total, mini, None
+            return _Step(total, mini, log_probs, None)
         # Both are sums over all processes, so all take the same branch. A loss can be NaN while its gradient is finite.
         if not math.isfinite(total.loss) or not math.isfinite(norm):
             self._refuse(update, given)
@@ -351,7 +364,7 @@ class DiffusionActor:
         # After the step: the average includes the new weights.
         if self.average is not None:
             self.average.step(self._parameters)
-        return total, mini, norm
+        return _Step(total, mini, log_probs, norm)
 
     def _with_gradient(self, update: "_Update", mini: MiniBatch) -> MiniBatch:
         """The mini-batch without images whose gradient is exactly 0: all of their steps are rejected, or their
@@ -404,8 +417,8 @@ class DiffusionActor:
             else:
                 size -= size % window
         known = corrected if corrects else mini.old
-        # Later epochs compare with the means of this first pass; with one epoch nobody does.
-        keeps_means = known is None and not mode.bypasses and self._compares_means and self.config.ppo_epochs > 1
+        # Later epochs compare with the means of this first pass.
+        keeps_means = known is None and not mode.bypasses and self._compares_means and update.keeps_old
         done: list[LossMetrics] = []
         log_probs: list[Tensor] = []
         means: list[Tensor] = []
@@ -634,6 +647,7 @@ class _Update:
     steps: RecordedSteps
     mode: ModeInForce
     gap: MetricAccumulator  # measurements of the correction
+    keeps_old: bool  # the mini-batches will be learned from again
 
     def corrects(self, mini: MiniBatch) -> bool:
         """True if the correction uses the update's own log-probs, not a scoring pass's."""
@@ -653,6 +667,15 @@ class _Update:
 def _by_image(values: Mapping[str, Tensor], window: int) -> dict[str, Tensor]:
     """Values of rows ``(n, ...)`` as ``(n / window, window, ...)``."""
     return {name: value.unflatten(0, (-1, window)) for name, value in values.items()}
+
+
+class _Step(NamedTuple):
+    """Results of an optimizer step."""
+
+    metrics: LossMetrics
+    mini: MiniBatch  # without images that have no gradient, and with its old policy
+    log_probs: Float[Tensor, "M W"]  # the current policy's before the step, on the host
+    norm: float | None  # the gradient's; ``None`` if rejection kept nothing and no step was taken
 
 
 class _Accumulated(NamedTuple):

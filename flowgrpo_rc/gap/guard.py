@@ -11,11 +11,22 @@ from typing import Any
 from accelerate import PartialState
 
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.gap.safety import CLIP, ENGINE_GAP, LIMITS, REJECTED, ZEROED, remedy
+from flowgrpo_rc.gap.safety import (
+    CLIP,
+    ENGINE_GAP,
+    LIMITS,
+    REJECTED,
+    REPLAY_TEACHES,
+    TEACHING_METRIC,
+    ZEROED,
+    remedy,
+)
 
 # Share of importance weights set to 0.
 ZERO_WEIGHTS = ("rollout_corr/rollout_is_oob_ratio", "actor/rollout_corr/rollout_is_oob_ratio")
 ENGINE_GAP_METRIC = "rollout_sync/engine_gap_per_dimension"
+_REPLAY = "replay"
+"""Its count and warning, beside those of ``LIMITS``."""
 OUTSIDE_CLIP_METRIC = "rollout_sync/outside_clip"
 
 
@@ -55,6 +66,7 @@ class Guard:
         """
         if self._correction.guard == "off":
             return {}
+        self._watch_replay(metrics, step)
         readings = self._readings(metrics)
         # A single batch may be unlucky; only updates in a row make an alarm.
         for figure, value in readings.items():
@@ -75,6 +87,21 @@ class Guard:
         causes = {*alarms, *(self._causes if self.fallen_back else ())}
         counts = {"guard/alarms": float(len(alarms)), "guard/fallback": float(self.fallen_back)}
         return counts | {f"guard/alarm_{figure}": float(figure in causes) for figure in LIMITS}
+
+    def _watch_replay(self, metrics: dict[str, float], step: int) -> None:
+        """Warn of a replay buffer that teaches nothing; no mode would change that."""
+        if TEACHING_METRIC not in metrics:
+            return
+        share = metrics[TEACHING_METRIC]
+        self._over_limit[_REPLAY] = self._over_limit.get(_REPLAY, 0) + 1 if share < REPLAY_TEACHES else 0
+        if self._over_limit[_REPLAY] >= self._correction.guard_patience and _REPLAY not in self._warned_of:
+            self._warned_of.add(_REPLAY)
+            self.say(
+                f"guard: step {step}: for {self._correction.guard_patience} updates in a row, {1 - share:.0%} of the "
+                "steps from the replay buffer had no gradient, since they were rejected or outside the clip band; set "
+                "algorithm.replay.batches or max_staleness lower, or in decoupled mode algorithm.replay.old_policy="
+                "current"
+            )
 
     def _readings(self, metrics: dict[str, float]) -> dict[str, float]:
         found: dict[str, float] = {}

@@ -40,6 +40,11 @@ DRIFT = "drift"
 CLIP_AT_TIMESTEP = "clip_at_timestep"
 """The same as ``CLIP`` at one timestep. It has a remedy and no limit of its own."""
 
+TEACHING_METRIC = "replay/teaching_fraction"
+REPLAY_TEACHES = 0.1
+"""Least share of the steps from the replay buffer that should have a gradient: below it a buffer costs time for
+nothing."""
+
 GAP_QUANTILE = 0.9
 """Quantile that measures the size of a gap; single outliers do not move it."""
 CLIP_FACTOR = 3.0

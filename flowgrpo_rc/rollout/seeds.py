@@ -15,6 +15,7 @@ VALIDATION = 2
 PROBE = 3
 NOISING = 4
 START = 5
+REPLAY = 6
 
 
 def seed_for(seed: int, purpose: int, step: int, index: int) -> int:

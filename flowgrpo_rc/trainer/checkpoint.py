@@ -1,8 +1,9 @@
 """Checkpoints: everything that a run needs to go on, written whole or not at all, and read back strictly.
 
-``checkpoints/step_N/`` holds the adapter, ``optimizer.pt`` (all other tensors) and ``trainer_state.json``: the position
-in the data, the fingerprint of what must be the same when the run goes on, and a digest of every file. The folder is
-filled under a temporary name, synced and renamed; ``checkpoints/latest`` names the newest one.
+``checkpoints/step_N/`` holds the adapter, ``optimizer.pt`` (all other tensors), ``trainer_state.json`` (the position
+in the data, the fingerprint of what must be the same when the run goes on, and a digest of every file), and in
+``replay/`` the files of the replay buffer, whose digests are in ``optimizer.pt``. The folder is filled under a
+temporary name, synced and renamed; ``checkpoints/latest`` names the newest one.
 
 Read ``save_run``, ``load_run`` and ``resume_run`` first.
 """
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 STATE_FILE = "trainer_state.json"
 TENSOR_FILE = "optimizer.pt"
+REPLAY_FOLDER = "replay"
+"""Files of the buffer of ``algorithm.replay``."""
 BITSANDBYTES_STATE = "__bnb_optimizer_quant_state__"
 """Under this name bitsandbytes saves a parameter's moments."""
 _FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
@@ -70,13 +73,19 @@ def save_run(run: "Run", store: "CheckpointStore", step: int, states: Sequence[d
     # Its file may be gone by the time of a resume, or another.
     start = {} if run.actor.start is None else {"start": run.actor.start}
     old = {} if run.adapter.old is None else {"old_policy": run.adapter.old}
+
+    def write(folder: Path) -> None:
+        save_lora(run.model, run.actor.transformer, folder)
+        run.replay.link_into(folder / REPLAY_FOLDER)
+
     # One file for all tensors: a checkpoint cannot mix two saves.
     tensors = {name: part.state_dict() for name, part in parts.items() if part is not None}
     store.save(
         step,
         {"step": step, "sampler": run.sampler.state_dict(batches=step), "fingerprint": run.fingerprint},
-        {**tensors, **start, **old, "random": list(states), "older_adapters": run.adapter.older},
-        lambda folder: save_lora(run.model, run.actor.transformer, folder),
+        {**tensors, **start, **old, "random": list(states), "older_adapters": run.adapter.older}
+        | {"replay": run.replay.state_dict()},
+        write,
     )
 
 
@@ -110,6 +119,7 @@ def resume_run(
     step = 0 if source is None else load_run(run, store, source)
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
+        run.replay.begin(None if source is None else source / REPLAY_FOLDER)
         if source is not None and source.resolve().parent == store.root.resolve():
             number = folder.next_number()
             # Checkpoints first: a start after a kill in between then finds the right ``latest``.
@@ -192,6 +202,7 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
     except Exception as error:
         why = f"{type(error).__name__}: {one_line(error, 300)}"
         raise DamagedCheckpointError(f"{source} is damaged or of another version of flowgrpo_rc ({why})") from error
+    run.replay.load_state_dict(tensors.get("replay", []))
     run.adapter.restore(state["step"], tensors.get("older_adapters", {}), tensors.get("old_policy"))
 
 
@@ -386,15 +397,13 @@ class CheckpointStore:
         sync_path(self.root)
         return [f"checkpoints/{', '.join(folder.name for folder in later)} to {aside.name}/"]
 
-    def save(
-        self, step: int, state: dict[str, Any], tensors: dict[str, Any], write_lora: Callable[[Path], object]
-    ) -> Path:
+    def save(self, step: int, state: dict[str, Any], tensors: dict[str, Any], write: Callable[[Path], object]) -> Path:
         """Write ``step_N``. An earlier ``step_N`` stays until the new one is complete, and is then moved aside.
 
         Args:
             state: JSON-compatible: data position, fingerprint and the like.
             tensors: for ``torch.save``: optimizer, schedule, random states.
-            write_lora: called with the folder; writes the adapter.
+            write: called with the folder; writes the adapter, and the replay buffer if there is one.
 
         Raises:
             CheckpointError: the disk is full or the folder cannot be written; earlier checkpoints are untouched.
@@ -404,7 +413,7 @@ class CheckpointStore:
             for stale in self.root.glob(f".*{WRITING}"):  # a kill has left it
                 shutil.rmtree(stale, ignore_errors=True)
             with temporary_folder(final) as temporary:
-                write_lora(temporary)
+                write(temporary)
                 torch.save(tensors, temporary / TENSOR_FILE)
                 digests = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
                 (temporary / STATE_FILE).write_text(json.dumps({**state, "digests": digests}, indent=1))

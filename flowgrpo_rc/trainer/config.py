@@ -13,6 +13,7 @@ from flowgrpo_rc.data.config import DataConfig
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.objectives import DEFAULT, averages_old_policy
 from flowgrpo_rc.models.config import FSDP_FIELD, ModelConfig
+from flowgrpo_rc.replay.config import ReplayConfig
 from flowgrpo_rc.rewards.config import RewardConfig
 from flowgrpo_rc.rollout.config import IN_TRAINER, RolloutConfig, rounded_base_problems, shared_weights_problems
 from flowgrpo_rc.rollout.engines import ENGINES
@@ -67,6 +68,7 @@ class AlgorithmConfig(Section):
     rejection_aware_baseline: bool = False
     """Decoupled mode: an image whose steps were all rejected does not enter its group's mean and standard deviation
     either. Needs the weights and the rejection before the advantages, so every image gets the scoring pass."""
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     rollout_correction: Annotated[Any, Read(read_correction)] = field(default_factory=dict)
     """Given as keys of ``RolloutCorrectionConfig``, or as a ``preset`` and what differs from it; null switches it off.
     The object holds it as a ``RolloutCorrectionConfig``; within ``FlowGRPOConfig`` it is the actor's too."""
@@ -197,6 +199,8 @@ class FlowGRPOConfig(Section):
             yield from (f"actor_rollout_ref.actor.{problem}" for problem in actor.problems())
         self.algorithm.rollout_correction = actor.rollout_correction
         yield from self._loss_problems()
+        if self.algorithm.replay.batches:
+            yield from self._replay_problems()
         yield from (f"actor_rollout_ref.{problem}" for problem in self._sharding_problems())
         prompts = self.data.train_batch_size
         mini = actor.ppo_mini_batch_size
@@ -244,6 +248,31 @@ class FlowGRPOConfig(Section):
                     f"actor_rollout_ref.rollout.{name}: got {value} with data.preferences, whose two images of a "
                     f"prompt are in a file; set it to {plain}"
                 )
+
+    def _replay_problems(self) -> Iterator[str]:
+        """Settings of the buffer against the run that fills it."""
+        replay = self.algorithm.replay
+        rollout = self.actor_rollout_ref.rollout
+        here = "algorithm.replay"
+        if self.data.preferences:
+            yield f"{here}.batches: got {replay.batches} with data.preferences, whose images are not drawn; set it to 0"
+        if replay.old_policy == "current":
+            if self.rollout_correction.bypass_mode:
+                yield (
+                    f"{here}.old_policy: got current with rollout_correction.bypass_mode=true, where the old policy is "
+                    "the rollout's; set it to kept, or bypass_mode=false"
+                )
+            if self.algorithm.averages_old_policy:
+                yield f"{here}.old_policy: got current with an old policy that is an average; set it to kept"
+        if replay.max_staleness is not None and replay.max_staleness <= rollout.staleness:
+            yield (
+                f"{here}.max_staleness: got {replay.max_staleness}, but new images are {rollout.staleness} batches "
+                f"stale; give {rollout.staleness + 1} or more, or null"
+            )
+        clean = self.actor_rollout_ref.actor.diffusion_loss.objective.clean
+        if replay.steps is not None and (clean or replay.steps > rollout.window.size):
+            reason = "objectives on clean images have no steps" if clean else f"a window has {rollout.window.size}"
+            yield f"{here}.steps: got {replay.steps}, but {reason}; set it to null"
 
     def _loss_problems(self) -> Iterator[str]:
         """Objective and limits against the rollouts that they are computed from."""

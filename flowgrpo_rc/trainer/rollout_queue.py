@@ -27,6 +27,7 @@ class BatchRequest:
 
     step: int  # number of batches that are learned from before it
     prompts: list[PromptRecord]  # the distinct prompts; each is a row of the request's conditioning
+    chosen: list[int]  # their places in the training data
     group: Int[Tensor, " B"]  # for each image the position of its prompt in the batch of all processes
     request: RolloutRequest
     scoring: RolloutScoring  # takes the images and returns their rewards
@@ -123,8 +124,9 @@ class RolloutQueue:
         # Positions in the batch of this process's prompts.
         positions = torch.arange(run.config.data.train_batch_size).view(-1, processes, mini // processes)
         positions = positions[:, run.accelerator.process_index].flatten()
-        chosen = next(run.sampler)
-        prompts = [run.train_prompts[int(chosen[i])] for i in positions.tolist()]
+        batch = next(run.sampler)
+        chosen = [int(batch[i]) for i in positions.tolist()]
+        prompts = [run.train_prompts[place] for place in chosen]
         group = positions.repeat_interleave(rollout.n)
         # Seeds depend on step and image alone, so that any number of processes and any resume draws the same noise.
         seeds = [seed_for(run.config.rollout_seed, IMAGE, step, i) for i in image_numbers(group, rollout.n).tolist()]
@@ -146,7 +148,7 @@ class RolloutQueue:
         ahead = rollout.ahead > 0 and isinstance(self._engine, RolloutPool)
         overlaps = run.config.reward.overlap
         scoring = RolloutScoring(self._reward, records, rollout.micro_batch_size, overlaps=overlaps, ahead=ahead)
-        return BatchRequest(step, prompts, group, request, scoring)
+        return BatchRequest(step, prompts, chosen, group, request, scoring)
 
     def _start_seeds(self, step: int, group: Int[Tensor, " B"]) -> list[int]:
         """Seeds of the starting noise that the images of a prompt share."""

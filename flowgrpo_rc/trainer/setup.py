@@ -27,6 +27,7 @@ from flowgrpo_rc.models.quantization import check_packages
 from flowgrpo_rc.models.sharding import check_sharding, processes_on_node, shard_base
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.work import seconds_at_peak, step_flops
+from flowgrpo_rc.replay import ReplayBuffer
 from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
 from flowgrpo_rc.rewards.mix import try_own
 from flowgrpo_rc.rewards.preference import preference_reward
@@ -161,7 +162,7 @@ class Run:
         if self.accelerator.is_main_process and self.reward.server is None:
             # Each mix once, with the first of its sets.
             self._try_own_rewards(dict(reversed(scored)))
-        self._load_model()
+        self._load_model(project_dir)
         self.fingerprint = fingerprint(config, self.model, self.reward, references_digest(self.train_prompts))
         require_agreement({"model or reward": self.fingerprint})
         mode = ModeInForce.configured(config.actor_rollout_ref.actor)
@@ -209,7 +210,7 @@ class Run:
         # Engines in other processes need the memory of models that the trial has loaded.
         torch.cuda.empty_cache()
 
-    def _load_model(self) -> None:
+    def _load_model(self, project_dir: str) -> None:
         """Load the model, and build encoder, engine and actor. Prompts are encoded before the transformer is read, so
         that it and the text encoders are never in memory together."""
         parts = self.config.actor_rollout_ref
@@ -228,12 +229,15 @@ class Run:
         self.engine = build_engine(parts.rollout, self.model, parts.model, self.accelerator.device, self._share)
         # Again: loaders and engines draw different amounts, and the adapter must not depend on them.
         torch.manual_seed(self.config.trainer.seed)
+        replay = self.config.algorithm.replay
         steps = self.total_steps * self.config.mini_batches * parts.actor.ppo_epochs
+        steps += replay.optimizer_steps(self.total_steps, self.config.mini_batches)
         self.actor = build_actor(self.model, self._planned, parts.rollout, parts.actor, self.accelerator, steps)
         algorithm, rollout = self.config.algorithm, parts.rollout
         # Without training the adapters that an engine gets have nothing to do with each other.
         decay = algorithm.old_decay if self._trains and algorithm.averages_old_policy else None
         self.adapter = AdapterSync(self.engine, self.actor, rollout.staleness, rollout.ahead, decay)
+        self.replay = ReplayBuffer(Path(project_dir) / "replay", replay, self.config.rollout_seed)
 
 
 def build_actor(

@@ -47,6 +47,7 @@ from flowgrpo_rc.trainer.interrupt import stop_request
 from flowgrpo_rc.trainer.logging import RunLogger, announcement
 from flowgrpo_rc.trainer.outputs import RunOutputs
 from flowgrpo_rc.trainer.preferences import PreferenceQueue
+from flowgrpo_rc.trainer.replay import Replay
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue, image_numbers, noising_seeds
 from flowgrpo_rc.trainer.scoring import batch_advantages, best_and_worst, image_metrics, reward_statistics
 from flowgrpo_rc.trainer.setup import Run
@@ -97,6 +98,7 @@ class FlowGRPOTrainer:
         self.outputs = RunOutputs(self.folder, self.logger.alert)
         # Before the resume, which restores the guard's state.
         run.guard.say = self.logger.alert
+        run.replay.say = self.logger.alert
         if self.folder.lock is not None and self.folder.lock.problem is not None:
             self.logger.alert(
                 f"{self.folder.root}: not locked ({self.folder.lock.problem}); start no second run in this folder"
@@ -118,6 +120,7 @@ class FlowGRPOTrainer:
         rollout, prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
         bands = (run.clip_bands, run.rejection_bands)
         self.rescoring = Rescoring(rollout, configured, prompts, run.actor, self.adapter, *bands)
+        self.replay = Replay(run, self._set_limits, self._naming, self._gather)
 
     def train_step(self) -> dict[str, float]:
         """Roll out one batch of prompts, reward it, correct it, learn from it; returns the step's metrics."""
@@ -147,7 +150,12 @@ class FlowGRPOTrainer:
         with self.timer("advantage"):
             batch[Key.ADVANTAGES], advantage_metrics = self._advantages(scored, batch, old)
         with self.timer("update"), self._naming(batch, prompts):
-            update = self.run.actor.update(batch, cond, self._mini_batches(batch, old), self.mode, gap=gap)
+            minis = self._mini_batches(batch, old)
+            update = self.run.actor.update(batch, cond, minis, self.mode, gap=gap, keep_old=bool(self.run.replay))
+        if self.run.replay:
+            with self.timer("replay"):
+                metrics |= self.replay.learn(self.step, self.mode)
+                self.replay.keep(self.step, self.adapter.behind, batch, request, update)
         self.step += 1
         with self.timer("sync"):
             metrics |= self.adapter.metrics()
@@ -183,11 +191,8 @@ class FlowGRPOTrainer:
         """The old policy: the rollout's in bypass mode, an average's, else the actor's, of the last rows of the batch.
         The rows before, which may be all, are the first mini-batch: the update's own forward supplies their old policy.
         """
-        if self.run.rejection_bands is not None:
-            batch[Key.ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[Key.TIMESTEPS])
+        self._set_limits(batch)
         if self.mode.bypasses:
-            if self.run.clip_bands is not None:
-                batch[Key.CLIP_WIDTHS] = self.run.clip_bands.widths(batch[Key.TIMESTEPS])
             # No pass of the actor: the engine's own log-probs are the old policy's.
             return OldPolicy.of_rollout(batch)
         if self.mode.objective.clean and self.adapter.behind and self.mode.rollout_correction.corrects:
@@ -201,6 +206,13 @@ class FlowGRPOTrainer:
                 return self.run.actor.score(batch, cond)
         start = len(batch) // self.config.mini_batches if self.config.first_mini_batch_is_free else 0
         return self.run.actor.score(batch[start:], cond) if start < len(batch) else None
+
+    def _set_limits(self, batch: TensorDict) -> None:
+        """Add calibrated limits, where the mode in force has some."""
+        if self.run.rejection_bands is not None:
+            batch[Key.ROLLOUT_RS_BOUNDS] = self.run.rejection_bands.bounds(batch[Key.TIMESTEPS])
+        if self.mode.bypasses and self.run.clip_bands is not None:
+            batch[Key.CLIP_WIDTHS] = self.run.clip_bands.widths(batch[Key.TIMESTEPS])
 
     def _correct(self, batch: TensorDict, old: OldPolicy | None) -> tuple[OldPolicy | None, MetricAccumulator]:
         """Decoupled mode: weights and rejection of the scored rows. In bypass mode the loss computes them."""
@@ -289,6 +301,8 @@ class FlowGRPOTrainer:
             finally:
                 self.run.engine.close()
                 self.run.end_rewards()
+                if self._main:
+                    self.run.replay.end()
                 self.logger.close()
                 self.folder.close()
             # After a failure this would wait for processes that are in another collective.

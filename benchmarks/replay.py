@@ -1,0 +1,126 @@
+"""Images learned from more than once: the demo's model and engine, several seeds, a second OCR engine.
+
+    python benchmarks/replay.py --jobs 2 --seeds 1,2,3    # runs what is missing, then prints a table
+    python benchmarks/replay.py --report                  # writes table and figure of docs/replay.md; runs nothing
+
+``once`` is the demo in bypass mode, without rejection. ``epochs`` learns twice from every batch at once. ``replay_N``
+takes, for each optimizer step from new images, one from the last N batches; the ratio to the rollout's policy is
+clipped, as bypass mode does. ``current_N...`` learn in decoupled mode, with the actor as the old policy of what is
+replayed: without correction, with ``weights`` of whole windows, with ``rejection``, or with both. ``awm...`` learn from
+clean images with the settings of ``clean_objectives.py``. Validation and the second OCR engine are those of
+``cheap_rollouts.py``. Resumable, as ``training_runs.py`` says.
+"""
+
+import sys
+from statistics import fmean
+from typing import Any
+
+from cheap_rollouts import FULL, UPDATE, after_training
+from clean_objectives import STEPS, batches_to, objective
+from learning import COMMON, correction, plot_curves
+from training_runs import CONFIG, HERE, Overrides, Study, by_seed, load, run_missing, study_arguments, write_table
+
+RESULTS = HERE / "results" / "replay.jsonl"
+PAGE = HERE.parent / "docs" / "replay.md"
+PLOT = HERE.parent / "docs" / "images" / "replay.png"
+BATCHES = (1, 2, 4, 8)
+BAND = "0.999_1.001"
+EPOCHS: Overrides = {"actor_rollout_ref.actor.ppo_epochs": 2}
+
+
+def replay(batches: int, **settings: Any) -> Overrides:
+    """A buffer of so many batches."""
+    return {"algorithm.replay.batches": batches} | {f"algorithm.replay.{name}": v for name, v in settings.items()}
+
+
+def current(batches: int, *, weights: str | None = None, band: str | None = None) -> Overrides:
+    """Decoupled mode, with the current policy as the old one of what is replayed."""
+    return correction(bypass=False, weights=weights, band=band) | replay(batches, old_policy="current")
+
+
+AWM = objective("awm")
+SETTINGS: dict[str, Overrides] = {
+    "once": FULL,
+    "epochs": FULL | EPOCHS,
+    **{f"replay_{n}": FULL | replay(n) for n in BATCHES},
+    **{f"replay_{n}_spread": FULL | replay(n, select="spread") for n in (4,)},
+    **{f"current_{n}": current(n) for n in BATCHES},
+    **{f"current_{n}_weights": current(n, weights="sequence") for n in BATCHES},
+    **{f"current_{n}_rejection": current(n, band=BAND) for n in BATCHES},
+    **{f"current_{n}_both": current(n, weights="sequence", band=BAND) for n in BATCHES},
+    "awm": AWM,
+    "awm_epochs": AWM | EPOCHS,
+    **{f"awm_replay_{n}": AWM | replay(n) for n in BATCHES},
+    **{f"awm_current_{n}": AWM | current(n) for n in BATCHES},
+    **{f"awm_current_{n}_weights": AWM | current(n, weights="sequence") for n in BATCHES},
+}
+SHOWN = {
+    "once": ("every image once", "#b2182b"),
+    "epochs": ("two epochs", "#4d4d4d"),
+    "replay_2": ("two batches replayed", "#74add1"),
+    "current_4_weights": ("four batches, weights", "#08519c"),
+}
+"""Settings of the figure, with their labels and colours."""
+HEADER = (
+    "| setting | held out after 30, 60, 150 batches, by seed | batches drawn to .85 | forwards to .85 "
+    "| replayed steps with a gradient | effective sample size | read right (own OCR / tesseract) |"
+    "\n|---|---|---|---|---|---|---|"
+)
+
+
+def study() -> Study:
+    return Study(SETTINGS, COMMON | {"trainer.test_freq": 10}, RESULTS, STEPS, after_training)
+
+
+def forwards(setting: str) -> float:
+    """Transformer forwards of an image and batch, a backward counting as one."""
+    from flowgrpo_rc.cli.compose import compose
+
+    config = compose(CONFIG, study().overrides(setting, 1))
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    drawing = sum(rollout.forwards_per_image(clean=actor.diffusion_loss.objective.clean))
+    minis = config.mini_batches
+    replayed = config.algorithm.replay.optimizer_steps(STEPS, minis) / (STEPS * minis)
+    return drawing + UPDATE * (actor.ppo_epochs + replayed)
+
+
+def main() -> int:
+    arguments = study_arguments(__doc__, SETTINGS)
+    if arguments.report:
+        runs = load(SETTINGS, RESULTS)
+        write_table(PAGE, RESULTS, table(runs))
+        plot_curves({name: runs[name] for name in SHOWN if name in runs}, SHOWN, PLOT)
+        return 0
+    failed = run_missing(study(), arguments.only, arguments.seeds, arguments.jobs)
+    print(table(load(SETTINGS, RESULTS)))
+    return 1 if failed else 0
+
+
+def table(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """A row for each setting."""
+    lines = [HEADER]
+    for setting, group in runs.items():
+        held_out = by_seed([run["held_out"][step] for step in ("30", "60", "150")] for run in group)
+        reached = [batches_to(run, 0.85) for run in group]
+        whole = [number for number in reached if number is not None]
+        read = {name: fmean(run["drawn"][f"{name}_exact"] for run in group) for name in ("reward_engine", "tesseract")}
+        cells = [
+            held_out,
+            ", ".join("never" if number is None else f"{number:.0f}" for number in reached),
+            f"{fmean(whole) * forwards(setting):.0f}" if len(whole) == len(group) else "",
+            mean_of(group, "replay/teaching_fraction"),
+            mean_of(group, "replay/eff_sample_size"),
+            f"{read['reward_engine']:.2f} / {read['tesseract']:.2f}",
+        ]
+        lines.append(f"| `{setting}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def mean_of(group: list[dict[str, Any]], name: str) -> str:
+    """Mean of a metric over the batches of all runs; empty where they have none."""
+    values = [run["metrics"][name] for run in group if name in run["metrics"]]
+    return f"{fmean(values):.2f}" if values else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Learn from the buffer after a batch, and keep the batch in it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from jaxtyping import Float
+from tensordict import TensorDict
+from torch import Tensor
+
+from flowgrpo_rc.actor import UpdateResult
+from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import Key, OldPolicy
+from flowgrpo_rc.correction.plan import SAFETY_BOUND
+from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.replay import ReplayBuffer, Replayed
+from flowgrpo_rc.trainer.rollout_queue import BatchRequest
+from flowgrpo_rc.trainer.scoring import Gather
+from flowgrpo_rc.trainer.setup import Run
+
+
+class Replay:
+    """The part of ``train_step`` that learns from the buffer of ``algorithm.replay``.
+
+    Args:
+        run: the parts of the run.
+        set_limits: adds calibrated limits to a batch, for the mode in force.
+        naming: a context that names the prompts of a batch whose samples are not finite.
+        gather: concatenates the tensors of all processes in rank order, on the host.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        set_limits: Callable[[TensorDict], None],
+        naming: Callable[[TensorDict, list[PromptRecord]], AbstractContextManager[None]],
+        gather: Gather,
+    ) -> None:
+        self._run = run
+        self._set_limits = set_limits
+        self._naming = naming
+        self._gather = gather
+        self._config = run.config.algorithm.replay
+        self.buffer: ReplayBuffer = run.replay
+        self._texts = [record.prompt for record in run.train_prompts]
+
+    def learn(self, step: int, mode: ModeInForce) -> dict[str, float]:
+        """Take an optimizer step from each mini-batch that is due after batch ``step``; returns ``replay/...`` metrics.
+
+        Raises:
+            NonFiniteUpdateError: as ``DiffusionActor.update``.
+        """
+        ages: list[int] = []
+        found: list[dict[str, float]] = []
+        for entry in self.buffer.choose(step, self._config.due(step, self._run.config.mini_batches)):
+            replayed = self.buffer.read(entry, self._texts)
+            if replayed is not None:
+                ages.append(step - entry.step)
+                found.append(self._learn_from(replayed, mode))
+        metrics = {"replay/optimizer_steps": float(len(found)), "replay/buffer": float(len(self.buffer.entries))}
+        if not found:
+            return metrics
+        metrics |= {"replay/age": sum(ages) / len(ages)} | {f"replay/{name}": v for name, v in _means(found).items()}
+        for age in sorted(set(ages)):
+            own = [figures for figures, other in zip(found, ages, strict=True) if other == age]
+            metrics |= {f"replay/age_{age}/{name}": value for name, value in _means(own).items()}
+        return metrics
+
+    def keep(self, step: int, staleness: int, batch: TensorDict, request: BatchRequest, update: UpdateResult) -> None:
+        """Put the mini-batches of batch ``step`` into the buffer, as the update has returned them."""
+        rows = batch[Key.PROMPT_INDEX].tolist()
+        places = [request.chosen[row] for row in rows]
+        texts = [self._texts[place] for place in places]
+        self.buffer.add(batch, update.mini_batches, places, texts, step=step, staleness=staleness)
+
+    def _learn_from(self, replayed: Replayed, mode: ModeInForce) -> dict[str, float]:
+        """Take one optimizer step from a mini-batch; returns its figures."""
+        run = self._run
+        batch = replayed.batch
+        places = list(dict.fromkeys(replayed.prompts))
+        batch[Key.PROMPT_INDEX] = torch.tensor([places.index(place) for place in replayed.prompts])
+        prompts = [run.train_prompts[place] for place in places]
+        cond = run.conditioning(prompts, run.config.actor_rollout_ref.rollout.pipeline)
+        self._set_limits(batch)
+        mini = replayed.mini._replace(old=self._old(replayed, mode))
+        with self._naming(batch, prompts):
+            update = run.actor.update(batch, cond, [mini], mode, epochs=1)
+        return self._figures(batch, update)
+
+    def _old(self, replayed: Replayed, mode: ModeInForce) -> OldPolicy | None:
+        """The old policy; ``None``: the current one, which the update's own forward pass supplies."""
+        if mode.bypasses:
+            return OldPolicy.of_rollout(replayed.batch)
+        # A batch that was learned from in bypass mode has none.
+        return replayed.mini.old if self._config.old_policy == "kept" else None
+
+    def _figures(self, batch: TensorDict, update: UpdateResult) -> dict[str, float]:
+        """Figures of a mini-batch over all processes; weights are ``pi_theta / pi_rollout`` of whole windows."""
+        metrics = update.metrics
+        kept = metrics["actor/kept_fraction"]
+        figures = {"kept_fraction": kept, "teaching_fraction": kept - metrics["actor/pg_clipfrac_inert"]}
+        # The actor's objectives without an old policy keep no log-probs.
+        if Key.ROLLOUT_LOG_PROBS in batch.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
+            rows = update.mini_batches[0].rows
+            weights = self._gather(window_weights(update.log_probs[0], batch[Key.ROLLOUT_LOG_PROBS][rows]))
+            figures["weight_mean"] = float(weights.mean())
+            figures["eff_sample_size"] = float(weights.mean() ** 2 / (weights**2).mean())
+        return figures
+
+
+def window_weights(log_probs: Float[Tensor, "M W"], rollout_log_probs: Float[Tensor, "M W"]) -> Float[Tensor, " M"]:
+    """Importance weights ``pi_theta / pi_rollout`` of whole windows, in float64 and not truncated (SPEC 2)."""
+    log_ratio = (log_probs.double() - rollout_log_probs.double()).sum(1)
+    return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+
+
+def _means(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
