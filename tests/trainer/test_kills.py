@@ -35,6 +35,7 @@ SMALLER = (
     "trainer.save_freq=1",
     "trainer.test_freq=10",
     "trainer.max_actor_ckpt_to_keep=3",
+    "algorithm.replay.batches=2",
 )
 """More steps than twenty attempts can make before they are killed, each as short as can be."""
 PLACES = ("adapter", "half an optimizer", "sync 1", "sync 2", "sync 4", "renamed", "latest written", "latest renamed")

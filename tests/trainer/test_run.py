@@ -165,6 +165,7 @@ def settings_of(kind):
     settings = ("trainer.resume_mode=disable", *LATE)
     if kind in ("awm", "dpo"):
         settings += ("algorithm.rollout_correction=null", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={kind}")
+        settings += ("algorithm.replay.batches=1",)
     elif kind == "decoupled":
         settings += ("algorithm.rollout_correction.bypass_mode=false", *REJECTING_LATE, f"{BASELINE}=true")
     return settings

@@ -1,0 +1,82 @@
+"""Runs that learn from the buffer: resumed ones equal undisturbed ones, and what is damaged is left out and said."""
+
+import shutil
+
+import pytest
+from tests_support import adapter_of, before_step, power_cut, rows_of, same
+
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+
+pytestmark = pytest.mark.run
+REPLAY = ("algorithm.replay.batches=2", "trainer.total_training_steps=4")
+KINDS = {
+    "decoupled": (
+        "algorithm.rollout_correction.bypass_mode=false",
+        "algorithm.replay.old_policy=current",
+        "algorithm.replay.select=spread",
+        "algorithm.replay.steps=1",
+    ),
+    "clean": (
+        "algorithm.rollout_correction=null",
+        "actor_rollout_ref.actor.diffusion_loss.loss_mode=diffusion_nft",
+        "algorithm.old_policy_decay=0.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_equals_an_undisturbed_one(small_config, kind):
+    """The checkpoint has the buffer; the run's own folder of it is gone with the power."""
+    settings = (*REPLAY, *KINDS[kind])
+    whole = FlowGRPOTrainer(small_config(*settings, folder="whole")).fit().root
+    rows = rows_of(whole)[1:]
+    # Two mini-batches a batch: each time as many from the buffer, which begins empty and has two batches.
+    assert [row["replay/optimizer_steps"] for row in rows] == [0, 2, 2, 2]
+    assert [row["replay/buffer"] for row in rows] == [0, 2, 4, 4]
+    assert all(1 <= row["replay/age"] <= 2 for row in rows[1:])
+    assert all(0 < row["replay/eff_sample_size"] <= 1 for row in rows[1:])
+    assert not (whole / "replay").exists()
+    auto = (*settings, "trainer.resume_mode=auto", "trainer.save_freq=2")
+    first = FlowGRPOTrainer(small_config(*auto, folder="parts"))
+    before_step(first, 3, power_cut)
+    with pytest.raises(ConnectionError):
+        first.fit()
+    # As a power cut leaves it: files of later steps are in the way, and may be half of what they were.
+    folder = first.folder.root / "replay"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "step_1.0.0.pt").write_bytes(b"half")
+    second = FlowGRPOTrainer(small_config(*auto, folder="parts"))
+    assert second.step == 2
+    resumed = second.fit().root
+    assert rows_of(resumed) == rows_of(whole)
+    assert same(adapter_of(resumed), adapter_of(whole))
+
+
+def test_a_damaged_file_costs_its_mini_batch_and_a_line(small_config, capsys):
+    auto = (*REPLAY, "algorithm.replay.select=newest", "trainer.resume_mode=auto", "trainer.save_freq=2")
+    trainer = FlowGRPOTrainer(small_config(*auto))
+    before_step(trainer, 2, power_cut)
+    with pytest.raises(ConnectionError):
+        trainer.fit()
+    held = trainer.folder.checkpoints / "step_2" / "replay"
+    for file in held.iterdir():
+        # A new file: the buffer's own is the same on the disk.
+        content = file.read_bytes()
+        file.unlink()
+        file.write_bytes(content[:-1])
+    capsys.readouterr()
+    rows = rows_of(FlowGRPOTrainer(small_config(*auto)).fit().root)
+    assert [row["replay/optimizer_steps"] for row in rows[1:]] == [0, 2, 0, 2]
+    out, err = capsys.readouterr()
+    said = " ".join((out + err).split())
+    assert said.count("is left out") == 2
+    assert "replay: the mini-batch 0 of step" in said
+
+
+def test_a_buffer_of_no_batches_is_the_run_without_one(small_config, finished_run):
+    settings = ("algorithm.replay.batches=0", "algorithm.replay.share=0.9", "trainer.save_freq=1", "trainer.test_freq=1")
+    folder = FlowGRPOTrainer(small_config(*settings)).fit()
+    assert rows_of(folder.root) == rows_of(finished_run.root)
+    assert not [key for key in rows_of(folder.root)[-1] if key.startswith("replay")]
+    assert not (folder.checkpoints / "step_2" / "replay").exists()
