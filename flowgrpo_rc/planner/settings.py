@@ -24,6 +24,7 @@ class PlannedRun:
     rollout: RolloutConfig
     prompts: int  # Prompts of a step: ``data.train_batch_size``
     scored_share: float = 0.0  # Share of a batch that is scored before the update; 0 in bypass mode
+    replayed: float = 0.0  # Optimizer steps from the replay buffer for each from new images, once it is full
     autocast: bool = False  # Run the actor's forwards under bfloat16 autocast
     draws: bool = True  # The engine draws the images of a step; false for pairs of a file
 

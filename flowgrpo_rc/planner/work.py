@@ -18,8 +18,8 @@ class StepFlops:
     rollout: float  # Sampling and decoding all images of a batch
     score: float  # The scoring pass before the update, and rescoring
     update: float
-    """Forward and backward of every recorded step, in every epoch. The weights are frozen, so that a backward costs
-    about what a forward does."""
+    """Forward and backward of every recorded step, in every epoch and from the replay buffer. The weights are frozen,
+    so that a backward costs about what a forward does."""
     recomputed: float
     """Operations that gradient checkpointing repeats in the update; model FLOPs utilisation leaves them out."""
 
@@ -51,7 +51,7 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     update = plan.actor.update(rows, recompute=plan.recomputes(run), accumulates=False)
     # Of a group only the best and the worst image are compared.
     learned = 2 * run.prompts if run.actor.diffusion_loss.objective.paired else images
-    times = learned * window * run.actor.ppo_epochs / rows
+    times = learned * window * (run.actor.ppo_epochs + run.replayed) / rows
     return StepFlops(
         rollout=run.draws * images * (sum(forwards) * forward + decode),
         score=(run.scored_share * images + min(run.rescored_images, images)) * window * forward,

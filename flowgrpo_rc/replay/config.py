@@ -40,13 +40,25 @@ class ReplayConfig(Section):
     steps: PositiveInt | None = None
     """Learn from the first so many steps of their windows alone, as OP-GRPO cuts late steps; null: from all."""
 
+    @property
+    def per_new(self) -> float:
+        """Optimizer steps from the buffer for each from new images, once it is full."""
+        return self.share / (1 - self.share) if self.batches else 0.0
+
     def due(self, step: int, mini_batches: int) -> int:
         """Mini-batches to take from the buffer after batch ``step``; the first batch is 0."""
-        if not self.batches:
-            return 0
-        per_batch = self.share / (1 - self.share) * mini_batches
+        per_batch = self.per_new * mini_batches
         # Rounded against a product such as 2.9999999.
         return math.floor(round(per_batch * (step + 1), 6)) - math.floor(round(per_batch * step, 6))
+
+    def in_words(self, mini_batches: int) -> str:
+        """For a run's first lines."""
+        cut = "" if self.steps is None else f", the first {self.steps} steps of their windows"
+        stale = "" if self.max_staleness is None else f", at most {self.max_staleness} batches stale"
+        return (
+            f"{self.per_new * mini_batches:g} more optimizer step(s) a batch from the last {self.batches} "
+            f"batch(es){stale}, {self.select}{cut}"
+        )
 
     def optimizer_steps(self, batches: int, mini_batches: int) -> int:
         """Optimizer steps from the buffer in a run of so many batches. At its start the buffer has too few."""

@@ -233,6 +233,17 @@ PANELS: tuple[Panel, ...] = (
         caption="The rest is mostly validation and saving, which happen in some steps only.",
     ),
     Panel(
+        title="Learned from again",
+        unit="share",
+        scale="share",
+        lines=(
+            Line(("replay/teaching_fraction",), "steps with a gradient", key=True),
+            Line(("replay/kept_fraction",), "steps that rejection kept", SOFT),
+            Line(("replay/eff_sample_size",), "effective sample size", GREEN),
+        ),
+        caption="Of mini-batches from the replay buffer; the rest of the steps are clipped.",
+    ),
+    Panel(
         title="Forwards that draw an image",
         unit="forwards",
         lines=(

@@ -194,7 +194,7 @@ class RunLogger:
 
 
 def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path, processes: int) -> list[str]:
-    """First lines of a run, one each: batch arithmetic, rewards, rollouts, guidance and the correction ``rc``."""
+    """First lines of a run, one each: batch arithmetic, rewards, rollouts, guidance, correction ``rc`` and replay."""
     rollout = config.actor_rollout_ref.rollout
     window = rollout.window
     actor = config.actor_rollout_ref.actor
@@ -223,6 +223,8 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
         guidance = f"true_cfg_scale={rollout.pipeline.guidance_in_words}, {forwards}; {gradient}"
     base = "" if model.quantization is None else f"; actor {model.dtype}, its base in {model.quantization}"
     lag = f", {rollout.staleness} batches behind the actor" if rollout.staleness else ""
+    replay = config.algorithm.replay
+    again = [f"Replay: {replay.in_words(prompts // mini)}"] if replay.batches else []
     return [
         f"Run folder: {root}",
         f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "
@@ -234,4 +236,5 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
         f"{rollout.forwards_in_words(clean=clean)}{base}",
         f"Guidance: {guidance}",
         f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
+        *again,
     ]

@@ -28,6 +28,7 @@ PAGES = (
     "editing.md",
     "clean_images.md",
     "cheap_rollouts.md",
+    "replay.md",
     "low_precision.md",
     "families.md",
     "coming_from_verl_omni.md",
