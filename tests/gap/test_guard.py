@@ -7,6 +7,7 @@ import pytest
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.gap.guard import Guard
+from flowgrpo_rc.gap.safety import TEACHING_METRIC
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 RC = "algorithm.rollout_correction"
@@ -122,6 +123,21 @@ def test_weights_of_0_are_watched_where_they_enter_the_loss(prefix, settings, al
     assert (found["guard/alarm_zeroed"], found["guard/alarm_rejected"]) == (alarm, 0)
     said = "70% of the importance weights were 0 (limit 50%). Widen rollout_is_threshold, or"
     assert [said in str(w.message) for w in caught] == [True] * alarm
+
+
+def test_a_buffer_that_teaches_nothing_is_said_once():
+    """After as many updates in a row as for other alarms, which it is none of; off with the guard."""
+    guard, said = guarded(f"{RC}.guard=fallback")
+    shares = [0.09, 0.09, 0.5, 0.09, 0.05, 0.0, 0.0, 0.0]
+    found = [guard(HEALTHY | {TEACHING_METRIC: share}, step) for step, share in enumerate(shares)]
+    assert found == [QUIET] * len(shares)
+    assert len(said) == 1
+    assert said[0].startswith("guard: step 5: for 3 updates in a row, 100% of the steps from the replay buffer")
+    assert "algorithm.replay.batches or max_staleness lower" in said[0]
+    off, said = guarded(f"{RC}.guard=off")
+    for step in range(5):
+        off(HEALTHY | {TEACHING_METRIC: 0.0}, step)
+    assert said == []
 
 
 def test_off_and_what_cannot_fall_back():

@@ -75,8 +75,9 @@ def test_a_damaged_file_costs_its_mini_batch_and_a_line(small_config, capsys):
 
 
 def test_a_buffer_of_no_batches_is_the_run_without_one(small_config, finished_run):
-    settings = ("algorithm.replay.batches=0", "algorithm.replay.share=0.9", "trainer.save_freq=1", "trainer.test_freq=1")
-    folder = FlowGRPOTrainer(small_config(*settings)).fit()
+    settings = ("algorithm.replay.batches=0", "algorithm.replay.share=0.9")
+    saves = ("trainer.save_freq=1", "trainer.test_freq=1")
+    folder = FlowGRPOTrainer(small_config(*settings, *saves)).fit()
     assert rows_of(folder.root) == rows_of(finished_run.root)
     assert not [key for key in rows_of(folder.root)[-1] if key.startswith("replay")]
     assert not (folder.checkpoints / "step_2" / "replay").exists()
