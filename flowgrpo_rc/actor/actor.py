@@ -81,7 +81,7 @@ class UpdateResult:
     mini_batches: list[MiniBatch]
     """As given, without images that have no gradient, and in decoupled mode with their old policy. Another update with
     them is a further epoch, if this one was told to ``keep_old``."""
-    log_probs: list[Float[Tensor, "M W"]]
+    log_probs: list[Float[Tensor, "_ W"]]
     """The current policy's of each mini-batch in the last epoch, before its optimizer step; on the host."""
 
 

@@ -67,7 +67,7 @@ class Replayed:
 class ReplayBuffer:
     """Mini-batches of the last ``config.batches`` batches, in ``folder``.
 
-    ``seed`` is that of random choices. ``say`` takes a line about a mini-batch that is left out.
+    ``seed`` makes the random choices. ``say`` takes a line about a mini-batch that is left out.
     """
 
     def __init__(self, folder: Path, config: ReplayConfig, seed: int) -> None:
@@ -181,14 +181,14 @@ class ReplayBuffer:
         return [asdict(entry) for entry in self.entries]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Restore ``state_dict``; the present configuration says how many batches stay."""
+        """Restore ``state_dict``, as far as the present ``batches`` reaches back."""
         entries = [Entry(**{**one, "digests": tuple(one["digests"])}) for one in state]
         newest = max((entry.step for entry in entries), default=0)
         self.entries = [entry for entry in entries if entry.step > newest - self._config.batches]
 
     def link_into(self, folder: Path) -> None:
-        """Give a checkpoint's folder the files of all processes; raises ``OSError`` if the disk is full. A file that is
-        missing is said when it is read."""
+        """Give a checkpoint's folder the files of all processes; raises ``OSError`` if the disk is full. ``read`` names a
+        file that is missing."""
         if self.entries:
             folder.mkdir()
         for entry in self.entries:
