@@ -91,7 +91,7 @@ class PlannedRun:
 
     def images_of_batch(self, gpus: int) -> int:
         """Images of a step that one GPU draws."""
-        return max(1, self.prompts * self.rollout.n // gpus)
+        return max(1, self.prompts * self.rollout.drawn // gpus)
 
     def scored_rows(self, gpus: int) -> int:
         """Rows of one scoring forward, for the update or for rescoring; 0: there is none."""

@@ -107,8 +107,9 @@ def _components(plan: MemoryPlan, memory: Memory) -> list[str]:
 
 def _work(plan: MemoryPlan) -> str:
     flops = step_flops(plan)
+    images = plan.run.prompts * plan.run.rollout.drawn
     return (
-        f"PFLOP of a step of {plan.run.prompts * plan.run.rollout.n} images: rollout {flops.rollout / 1e15:.1f}, score "
+        f"PFLOP of a step of {images} images: rollout {flops.rollout / 1e15:.1f}, score "
         f"{flops.score / 1e15:.1f}, update {flops.update / 1e15:.1f}, recomputed {flops.recomputed / 1e15:.1f}"
     )
 

@@ -41,7 +41,7 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     """Operations of one step of the plan's run."""
     run = plan.run
     rollout = run.rollout
-    images = run.prompts * rollout.n
+    images = run.prompts * rollout.drawn
     forwards = rollout.forwards_per_image(clean=run.actor.diffusion_loss.objective.clean)
     window = run.rows_per_image
     rows = run.micro_rows(1)
@@ -50,11 +50,11 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     decode = plan.actor.decode(1).forward_flops
     update = plan.actor.update(rows, recompute=plan.recomputes(run), accumulates=False)
     # Of a group only the best and the worst image are compared.
-    learned = 2 * run.prompts if run.actor.diffusion_loss.objective.paired else images
+    learned = run.prompts * (2 if run.actor.diffusion_loss.objective.paired else rollout.n)
     times = learned * window * (run.actor.ppo_epochs + run.replayed) / rows
     return StepFlops(
         rollout=run.draws * images * (sum(forwards) * forward + decode),
-        score=(run.scored_share * images + min(run.rescored_images, images)) * window * forward,
+        score=(run.scored_share * run.prompts * rollout.n + min(run.rescored_images, images)) * window * forward,
         update=times * (update.forward_flops + update.backward_flops),
         recomputed=times * update.recomputed_flops,
     )
@@ -142,7 +142,7 @@ def split_seconds(flops: StepFlops, run: PlannedRun, gpus: Gpus, trainers: int, 
     most = min(images, rounds * at_once)
     alone = step_time(flops, run, Gpus(1, gpus.gigabytes)).engine
     learning = step_time(flops, run, Gpus(trainers, gpus.gigabytes)).update
-    return Split(trainers, engines, alone * most / (run.prompts * run.rollout.n), reward + learning)
+    return Split(trainers, engines, alone * most / (run.prompts * run.rollout.drawn), reward + learning)
 
 
 def best_split(

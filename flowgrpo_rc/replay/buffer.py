@@ -187,8 +187,8 @@ class ReplayBuffer:
         self.entries = [entry for entry in entries if entry.step > newest - self._config.batches]
 
     def link_into(self, folder: Path) -> None:
-        """Give a checkpoint's folder the files of all processes; raises ``OSError`` if the disk is full. ``read`` names a
-        file that is missing."""
+        """Give a checkpoint's folder the files of all processes; raises ``OSError`` if the disk is full. A missing file
+        is named by ``read``."""
         if self.entries:
             folder.mkdir()
         for entry in self.entries:

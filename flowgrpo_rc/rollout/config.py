@@ -15,6 +15,7 @@ from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rollout.cache import CacheConfig
 from flowgrpo_rc.rollout.engines import ENGINES
+from flowgrpo_rc.rollout.scout import ScoutConfig
 from flowgrpo_rc.rollout.tail import TailConfig
 from flowgrpo_rc.sde.types import SDE_TYPES
 from flowgrpo_rc.sde.window import SDEWindow, progressive_places
@@ -298,7 +299,8 @@ class RolloutConfig(Section):
     """The engine: ``diffusers`` samples in the place of ``placement``, ``vllm_omni`` always in a process of its own
     that runs vllm-omni."""
     n: Annotated[int, Check(lambda n: n >= 2, "GRPO compares images of one prompt, so give at least 2")] = 16
-    """How many images are drawn for every prompt. They are the group that advantages compare."""
+    """How many images are drawn for every prompt and learned from. They are the group that advantages compare, unless
+    ``scout.n`` draws more."""
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     """Precision of the engine's transformer and adapter. Latents and log-probs are float32 in any case."""
     quantization: Annotated[str, one_of(QUANTIZATIONS)] | None = None
@@ -357,6 +359,7 @@ class RolloutConfig(Section):
     algo: RolloutAlgoConfig = field(default_factory=RolloutAlgoConfig)
     tail: TailConfig = field(default_factory=TailConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    scout: ScoutConfig = field(default_factory=ScoutConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     val_kwargs: ValConfig = field(default_factory=ValConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
@@ -389,6 +392,8 @@ class RolloutConfig(Section):
         if self.rollout_attn_backend not in (None, *engine.attention_backends):
             backends = ", ".join((*engine.attention_backends, "null"))
             yield f"rollout_attn_backend: got {self.rollout_attn_backend!r}; choose one of {backends}"
+        if self.scout.n and self.scout.n <= self.n:
+            yield f"scout.n: got {self.scout.n} with n={self.n}; give more, or 0 to learn from every image"
         if self.cache.name is not None and is_vllm_omni:
             yield (
                 f"cache.name: got {self.cache.name} with name=vllm_omni; these are caches of diffusers, so set it to "
@@ -438,6 +443,11 @@ class RolloutConfig(Section):
         yield from complaints(lambda: self.window, within=_HERE)
 
     @property
+    def drawn(self) -> int:
+        """Images that are drawn for every prompt."""
+        return self.scout.n or self.n
+
+    @property
     def precision_in_words(self) -> str:
         """Precision of the engine, and what else makes it compute otherwise than the actor."""
         words = [self.dtype]
@@ -473,7 +483,7 @@ class RolloutConfig(Section):
         window = self.window
         # One image of each prompt in each micro-batch computes the steps in common. Prompts and micro-batches cut the
         # images into so many parts, both at once where they coincide.
-        n, size = self.n, self.micro_batch_size
+        n, size = self.drawn, self.micro_batch_size
         share = 1 / n + 1 / size - 1 / math.lcm(n, size) if self.algo.init_same_noise else 1.0
         before = fmean(start * share for start in self.window_places)
         after = fmean(self.tail.forwards(steps - start - window.size) for start in self.window_places)

@@ -16,6 +16,7 @@ PROBE = 3
 NOISING = 4
 START = 5
 REPLAY = 6
+SCOUT = 7
 
 
 def seed_for(seed: int, purpose: int, step: int, index: int) -> int:

@@ -201,6 +201,12 @@ class FlowGRPOConfig(Section):
         yield from self._loss_problems()
         if self.algorithm.replay.batches:
             yield from self._replay_problems()
+        if parts.rollout.scout.n and self.algorithm.rejection_aware_baseline:
+            yield (
+                "algorithm.rejection_aware_baseline: got true with actor_rollout_ref.rollout.scout.n="
+                f"{parts.rollout.scout.n}, which chooses images by their advantages before any is scored; set it to "
+                "false, or scout.n to 0"
+            )
         yield from (f"actor_rollout_ref.{problem}" for problem in self._sharding_problems())
         prompts = self.data.train_batch_size
         mini = actor.ppo_mini_batch_size
@@ -241,7 +247,7 @@ class FlowGRPOConfig(Section):
                 f"trainer.rollout_data_dir: got {self.trainer.rollout_data_dir} with data.preferences, whose images "
                 "are in files already; set it to null"
             )
-        late = {"ahead": rollout.ahead, "adapter_lag": rollout.adapter_lag}
+        late = {"ahead": rollout.ahead, "adapter_lag": rollout.adapter_lag, "scout.n": rollout.scout.n}
         for name, value, plain in (("n", rollout.n, 2), *((name, value, 0) for name, value in late.items())):
             if value != plain:
                 yield (

@@ -223,14 +223,15 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
         guidance = f"true_cfg_scale={rollout.pipeline.guidance_in_words}, {forwards}; {gradient}"
     base = "" if model.quantization is None else f"; actor {model.dtype}, its base in {model.quantization}"
     lag = f", {rollout.staleness} batches behind the actor" if rollout.staleness else ""
+    scouts = f"; {rollout.n} of {rollout.scout.n} images a prompt are learned from" if rollout.scout.n else ""
     replay = config.algorithm.replay
     again = [f"Replay: {replay.in_words(prompts // mini)}"] if replay.batches else []
     return [
         f"Run folder: {root}",
-        f"Each step: {prompts} prompts x {rollout.n} images = {prompts * rollout.n} images of "
+        f"Each step: {prompts} prompts x {rollout.drawn} images = {prompts * rollout.drawn} images of "
         f"{rollout.pipeline.width}x{rollout.pipeline.height} on {processes} process(es); "
         f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
-        f"micro-batches of {micro}",
+        f"micro-batches of {micro}{scouts}",
         f"Reward: {config.reward.in_words()}",
         f"Rollouts: {rollout.name}, {rollout.precision_in_words}{lag}, {steps}"
         f"{rollout.forwards_in_words(clean=clean)}{base}",

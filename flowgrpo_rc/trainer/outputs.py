@@ -67,7 +67,7 @@ class RunOutputs:
         """Write the images of a rollout, under the number of the step that learns from them."""
         assert run.rollout_dump is not None
         kept = []
-        for i, number in enumerate(image_numbers(request.group, run.config.actor_rollout_ref.rollout.n).tolist()):
+        for i, number in enumerate(image_numbers(request.group, run.config.actor_rollout_ref.rollout.drawn).tolist()):
             prompt = request.prompts[int(request.request.prompt_index[i])].prompt
             parts = {name: float(values[i]) for name, values in reward.parts.items()}
             seed = request.request.seeds[i]

@@ -127,24 +127,25 @@ class RolloutQueue:
         batch = next(run.sampler)
         chosen = [int(batch[i]) for i in positions.tolist()]
         prompts = [run.train_prompts[place] for place in chosen]
-        group = positions.repeat_interleave(rollout.n)
+        group = positions.repeat_interleave(rollout.drawn)
         # Seeds depend on step and image alone, so that any number of processes and any resume draws the same noise.
-        seeds = [seed_for(run.config.rollout_seed, IMAGE, step, i) for i in image_numbers(group, rollout.n).tolist()]
+        numbers = image_numbers(group, rollout.drawn).tolist()
+        seeds = [seed_for(run.config.rollout_seed, IMAGE, step, number) for number in numbers]
         recorded = rollout.request_fields(clean=self._learns_from_clean)
         if not self._learns_from_clean:
             starts = torch.tensor(self.window_starts(positions.tolist(), step))
             recorded |= {
-                "window_starts": starts.repeat_interleave(rollout.n),
+                "window_starts": starts.repeat_interleave(rollout.drawn),
                 "record_means": self._record_means,
                 "start_seeds": self._start_seeds(step, group) if rollout.algo.init_same_noise else None,
             }
         request = RolloutRequest(
             conditioning=run.conditioning(prompts, rollout.pipeline),
-            prompt_index=torch.arange(len(prompts)).repeat_interleave(rollout.n),
+            prompt_index=torch.arange(len(prompts)).repeat_interleave(rollout.drawn),
             seeds=seeds,
             **recorded,
         )
-        records = [record for record in prompts for _ in range(rollout.n)]
+        records = [record for record in prompts for _ in range(rollout.drawn)]
         ahead = rollout.ahead > 0 and isinstance(self._engine, RolloutPool)
         overlaps = run.config.reward.overlap
         scoring = RolloutScoring(self._reward, records, rollout.micro_batch_size, overlaps=overlaps, ahead=ahead)

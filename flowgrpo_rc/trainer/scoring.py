@@ -16,6 +16,7 @@ from flowgrpo_rc.rewards import PartialScoring, RewardError, RewardMix, RewardRe
 from flowgrpo_rc.rewards.answer import PARTS
 from flowgrpo_rc.rewards.scoring import AHEAD
 from flowgrpo_rc.rollout import RolloutSyncError
+from flowgrpo_rc.rollout.seeds import SCOUT, generator_for
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 
@@ -104,6 +105,32 @@ def best_and_worst(
         own = rows[group[rows] == one]
         pairs += [own[advantages[own].argmax()], own[advantages[own].argmin()]]
     return torch.stack(pairs)
+
+
+def chosen_scouts(
+    advantages: Float[Tensor, " B"], group: Int[Tensor, " B"], keep: int, select: str, seed: int, step: int
+) -> Int[Tensor, " M"]:
+    """Rows of the ``keep`` images of each group that are learned from, in their order; ``select`` is that of
+    ``rollout.scout``. Random ones depend on ``seed``, ``step`` and the group's number alone."""
+    rows = []
+    for one in group.unique():
+        own = (group == one).nonzero().flatten()
+        if select == "random":
+            order = torch.randperm(len(own), generator=generator_for(seed, SCOUT, step, int(one)))
+            best = keep
+        else:
+            order = advantages[own].argsort(descending=True, stable=True)
+            best = (keep + 1) // 2 if select == "extremes" else _most_varied(advantages[own][order], keep)
+        rows.append(own[torch.cat([order[:best], order[len(own) - (keep - best) :]])])
+    return torch.cat(rows).sort().values
+
+
+def _most_varied(descending: Float[Tensor, " n"], keep: int) -> int:
+    """How many of the ``keep`` values of largest variance are the largest ones; the others are the smallest."""
+    values = descending.double()
+    parts = [torch.cat([values[:best], values[len(values) - (keep - best) :]]) for best in range(keep + 1)]
+    # A half of each where several are equal.
+    return max(range(keep + 1), key=lambda best: (round(float(parts[best].var()), 9), -abs(2 * best - keep)))
 
 
 class RolloutScoring(PartialScoring):

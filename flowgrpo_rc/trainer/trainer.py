@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from jaxtyping import Int
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -49,7 +50,13 @@ from flowgrpo_rc.trainer.outputs import RunOutputs
 from flowgrpo_rc.trainer.preferences import PreferenceQueue
 from flowgrpo_rc.trainer.replay import Replay
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, RolloutQueue, image_numbers, noising_seeds
-from flowgrpo_rc.trainer.scoring import batch_advantages, best_and_worst, image_metrics, reward_statistics
+from flowgrpo_rc.trainer.scoring import (
+    batch_advantages,
+    best_and_worst,
+    chosen_scouts,
+    image_metrics,
+    reward_statistics,
+)
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.timer import StageTimer, Timeline, peak_memory, speed
 from flowgrpo_rc.trainer.validation import validate
@@ -142,13 +149,23 @@ class FlowGRPOTrainer:
         if self.run.rollout_dump is not None:
             with self.timer("dump"):
                 self.outputs.rollout(self.run, self.step, images, request, scored)
+        scouts = self.config.actor_rollout_ref.rollout.scout
+        rows = torch.arange(len(batch))
+        if scouts.n:
+            # Chosen by advantages within all images, before any work on those that are left out.
+            with self.timer("advantage"):
+                rows, advantage_metrics = self._choose(scored, batch)
+                batch = batch[rows]
         with self.timer("score"):
+            if self.mode.objective.clean:
+                self._noise(batch, request, rows)
             old = self._score(batch, cond)
         with self.timer("correct"):
             old, gap = self._correct(batch, old)
-        # After the correction: a rejection-aware baseline leaves rejected images out of their group.
-        with self.timer("advantage"):
-            batch[Key.ADVANTAGES], advantage_metrics = self._advantages(scored, batch, old)
+        if not scouts.n:
+            # After the correction: a rejection-aware baseline leaves rejected images out of their group.
+            with self.timer("advantage"):
+                batch[Key.ADVANTAGES], advantage_metrics = self._advantages(scored, batch, old)
         with self.timer("update"), self._naming(batch, prompts):
             minis = self._mini_batches(batch, old)
             update = self.run.actor.update(batch, cond, minis, self.mode, gap=gap, keep_old=bool(self.run.replay))
@@ -174,14 +191,27 @@ class FlowGRPOTrainer:
         """The recorded steps and the images of the batch; its scoring receives images as they are finished."""
         batch, images = self.rollouts.draw()
         batch[Key.GROUP] = request.group
-        if self.mode.objective.clean:
-            numbers = image_numbers(request.group, self.config.actor_rollout_ref.rollout.n)
-            clean = self.config.actor_rollout_ref.actor.clean
-            seeds = noising_seeds(self.config.rollout_seed, request.step, numbers, request.group, clean)
-            asked = request.request
-            size = (asked.conditioning.height, asked.conditioning.width)
-            noise_images(batch, seeds, clean, self.run.model, size, asked.num_inference_steps)
         return batch, images.numpy()
+
+    def _noise(self, batch: TensorDict, request: BatchRequest, rows: Int[Tensor, " B"]) -> None:
+        """Noise the clean images of a batch; ``rows`` are their places among all that were drawn."""
+        numbers = image_numbers(request.group, self.config.actor_rollout_ref.rollout.drawn)
+        clean = self.config.actor_rollout_ref.actor.clean
+        seeds = noising_seeds(self.config.rollout_seed, request.step, numbers, request.group, clean)
+        asked = request.request
+        size = (asked.conditioning.height, asked.conditioning.width)
+        noise_images(batch, [seeds[row] for row in rows], clean, self.run.model, size, asked.num_inference_steps)
+
+    def _choose(self, scored: RewardResult, batch: TensorDict) -> tuple[Int[Tensor, " M"], dict[str, float]]:
+        """Rows of the scouts that are learned from, and metrics; writes the advantages of all into the batch."""
+        batch[Key.ADVANTAGES], metrics = self._advantages(scored, batch, None)
+        rollout = self.config.actor_rollout_ref.rollout
+        where = (self.config.rollout_seed, self.step)
+        rows = chosen_scouts(batch[Key.ADVANTAGES], batch[Key.GROUP], rollout.n, rollout.scout.select, *where)
+        learned = self._gather(batch[Key.ADVANTAGES][rows]).double()
+        # Their baseline is all images' mean, so that what selection moves shows here.
+        found = {"mean": float(learned.mean()), "std": float(learned.std(correction=0))}
+        return rows, metrics | {f"scout/advantage_{name}": value for name, value in found.items()}
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample, and check that the engine used the requested adapter, schedule, guidance and noise."""
@@ -312,7 +342,7 @@ class FlowGRPOTrainer:
     def _loop(self, stop: Event) -> None:
         """Train to the last step or to a request to stop."""
         trainer = self.config.trainer
-        images = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        images = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.drawn
         if self.step == 0 and trainer.val_before_train and self.run.val_prompts:
             self._log(self._validate() | self.timer.take())
         # A request to one process stops all of them: they must end at the same step.

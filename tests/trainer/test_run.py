@@ -163,6 +163,8 @@ def test_a_run_on_clean_images(small_config, name):
 def settings_of(kind):
     """Settings of a run of this kind."""
     settings = ("trainer.resume_mode=disable", *LATE)
+    if kind == "bypass":
+        settings += ("actor_rollout_ref.rollout.scout.n=6",)
     if kind in ("awm", "dpo"):
         settings += ("algorithm.rollout_correction=null", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={kind}")
         settings += ("algorithm.replay.batches=1",)

@@ -1,0 +1,108 @@
+"""Scouts: the images that are learned from, their baseline, and a run that draws more than it learns from."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from tests_support import rows_of
+
+from flowgrpo_rc.batch import Key
+from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.loss import group_advantages
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.scoring import chosen_scouts
+
+SCOUT = "actor_rollout_ref.rollout.scout"
+RC = "algorithm.rollout_correction"
+GROUP = torch.tensor([3] * 5 + [1] * 5)
+ADVANTAGES = torch.tensor([0.1, -2.0, 0.3, 1.0, 0.2, 5.0, 0.0, 0.0, -0.1, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("select", "keep", "expected"),
+    [
+        ("extremes", 2, [1, 3, 5, 8]),
+        # Of an odd number the larger half are the best.
+        ("extremes", 3, [1, 2, 3, 5, 8, 9]),
+        # One group varies most as two of the best and one of the worst, the other as one and two.
+        ("spread", 3, [1, 2, 3, 5, 7, 8]),
+    ],
+)
+def test_the_chosen_images_of_each_group(select, keep, expected):
+    assert chosen_scouts(ADVANTAGES, GROUP, keep, select, 0, 0).tolist() == expected
+
+
+def test_spread_is_the_subset_of_largest_variance():
+    """Against all subsets."""
+    generator = torch.Generator().manual_seed(0)
+    for keep in (2, 3, 4, 6):
+        values = torch.randn(8, generator=generator)
+        rows = chosen_scouts(values, torch.zeros(8, dtype=torch.int64), keep, "spread", 0, 0)
+        largest = max(float(values[list(subset)].double().var()) for subset in combinations(range(8), keep))
+        assert float(values[rows].double().var()) == pytest.approx(largest, rel=1e-6)
+
+
+def test_equal_images_are_taken_from_both_ends():
+    flat = torch.zeros(6)
+    for select in ("extremes", "spread"):
+        assert chosen_scouts(flat, torch.zeros(6, dtype=torch.int64), 4, select, 0, 0).tolist() == [0, 1, 4, 5]
+
+
+def test_random_images_depend_on_step_and_group_alone():
+    """Not on the other groups, which other processes may have, nor on advantages."""
+    both = chosen_scouts(ADVANTAGES, GROUP, 2, "random", 7, 3)
+    alone = chosen_scouts(-ADVANTAGES[5:], GROUP[5:], 2, "random", 7, 3) + 5
+    assert both[2:].tolist() == alone.tolist()
+    steps = {tuple(chosen_scouts(ADVANTAGES, GROUP, 2, "random", 7, step).tolist()) for step in range(30)}
+    assert len(steps) > 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([f"{SCOUT}.n=12"], "rollout.scout.n: got 12 with n=12; give more, or 0"),
+        ([f"{SCOUT}.select=best", f"{SCOUT}.n=24"], "scout.select: got 'best'; choose one of extremes, spread, random"),
+        (
+            [f"{SCOUT}.n=24", f"{RC}.bypass_mode=false", "algorithm.rejection_aware_baseline=true"],
+            "rejection_aware_baseline: got true with actor_rollout_ref.rollout.scout.n=24",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        compose("tiny_qwen_image_ocr", settings)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("objective", ["flow_grpo", "diffusion_nft"])
+def test_a_run_learns_from_the_extremes_of_each_prompt(small_config, monkeypatch, objective):
+    """Advantages are those within all six images; only four of each prompt reach the update."""
+    settings = [f"{SCOUT}.n=6", "trainer.total_training_steps=1"]
+    if objective != "flow_grpo":
+        settings += [f"{RC}=null", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={objective}"]
+    trainer = FlowGRPOTrainer(small_config(*settings))
+    seen = {}
+    statistics, update = trainer._advantages, trainer.run.actor.update
+
+    def rewarded(scored, batch, old):
+        seen["rewards"], seen["group"] = torch.from_numpy(scored.total), batch[Key.GROUP]
+        return statistics(scored, batch, old)
+
+    def learned(batch, *arguments, **options):
+        seen["batch"] = batch
+        return update(batch, *arguments, **options)
+
+    monkeypatch.setattr(trainer, "_advantages", rewarded)
+    monkeypatch.setattr(trainer.run.actor, "update", learned)
+    rows = rows_of(trainer.fit().root)
+    group = seen["group"]
+    assert torch.bincount(group).tolist() == [6] * 4
+    everyone = group_advantages(seen["rewards"], group, global_std=True).advantages.float()
+    chosen = chosen_scouts(everyone, group, 4, "extremes", 0, 0)
+    batch = seen["batch"]
+    assert torch.equal(batch[Key.ADVANTAGES], everyone[chosen])
+    assert torch.equal(batch[Key.GROUP], group[chosen])
+    assert rows[-1]["scout/advantage_mean"] == pytest.approx(float(everyone[chosen].mean()), abs=1e-6)
+    assert rows[-1]["reward/mean"] == pytest.approx(float(seen["rewards"].mean()), rel=1e-6)
+    if objective == "diffusion_nft":
+        assert batch[Key.NOISE].shape[:2] == (16, batch[Key.SIGMAS].shape[1])
