@@ -83,11 +83,12 @@ class Rescoring:
         """This process's rows of the step's images, which are spread evenly over the batch and move on by one per step.
         The choice does not depend on the number of processes."""
         # An image has one number over all processes, which follows from its prompt group and its place in that.
-        total = self.prompts * self.rollout.drawn
+        n = len(batch) // len(batch[Key.GROUP].unique())
+        total = self.prompts * n
         # Spread over the batch, since neighbours share a prompt.
         images = min(self.rollout.probe.images, total)
         chosen = (torch.arange(images) * total // images + step) % total
-        number = batch[Key.GROUP] * self.rollout.drawn + torch.arange(len(batch)) % self.rollout.drawn
+        number = batch[Key.GROUP] * n + torch.arange(len(batch)) % n
         return torch.isin(number, chosen).nonzero().flatten()
 
     def rescore(self, batch: TensorDict, rows: Tensor, conditioning: Conditioning) -> GapSample:

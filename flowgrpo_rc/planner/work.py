@@ -48,12 +48,16 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     # Per row, since passes are linear in their rows.
     forward = plan.actor.forward(rows).forward_flops / rows
     decode = plan.actor.decode(1).forward_flops
+    drawing = images * (sum(forwards) * forward + decode)
+    if rollout.scout.redraw:
+        kept = run.prompts * rollout.n
+        drawing = images * (rollout.scout_steps * forward + decode) + kept * (sum(forwards) * forward + decode)
     update = plan.actor.update(rows, recompute=plan.recomputes(run), accumulates=False)
     # Of a group only the best and the worst image are compared.
     learned = run.prompts * (2 if run.actor.diffusion_loss.objective.paired else rollout.n)
     times = learned * window * (run.actor.ppo_epochs + run.replayed) / rows
     return StepFlops(
-        rollout=run.draws * images * (sum(forwards) * forward + decode),
+        rollout=run.draws * drawing,
         score=(run.scored_share * run.prompts * rollout.n + min(run.rescored_images, images)) * window * forward,
         update=times * (update.forward_flops + update.backward_flops),
         recomputed=times * update.recomputed_flops,

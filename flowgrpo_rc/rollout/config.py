@@ -394,6 +394,16 @@ class RolloutConfig(Section):
             yield f"rollout_attn_backend: got {self.rollout_attn_backend!r}; choose one of {backends}"
         if self.scout.n and self.scout.n <= self.n:
             yield f"scout.n: got {self.scout.n} with n={self.n}; give more, or 0 to learn from every image"
+        if self.scout.redraw and self.ahead:
+            yield (
+                f"scout.redraw: got true with ahead={self.ahead}; images are chosen when their batch is learned from, "
+                "by another adapter than drew them. Set ahead to 0, or redraw to false"
+            )
+        if self.scout.redraw and self.algo.init_same_noise:
+            yield (
+                "scout.redraw: got true with algo.init_same_noise=true, with which a prompt's scouts would all be one "
+                "image; set one of them to false"
+            )
         if self.cache.name is not None and is_vllm_omni:
             yield (
                 f"cache.name: got {self.cache.name} with name=vllm_omni; these are caches of diffusers, so set it to "
@@ -492,6 +502,11 @@ class RolloutConfig(Section):
     def draws_every_step(self, *, clean: bool) -> bool:
         """Each step is a forward of every image."""
         return math.isclose(sum(self.forwards_per_image(clean=clean)), self.pipeline.num_inference_steps)
+
+    @property
+    def scout_steps(self) -> int:
+        """Denoising steps of a scout that is only looked at; 0: scouts are learned from."""
+        return (self.scout.steps or self.pipeline.num_inference_steps) if self.scout.redraw else 0
 
     def forwards_in_words(self, *, clean: bool) -> str:
         """E.g. ``10 steps, 4.66 forwards an image (0.09 before its window, 1.06 in it, 3.5 after it)``, or the steps

@@ -224,6 +224,8 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
     base = "" if model.quantization is None else f"; actor {model.dtype}, its base in {model.quantization}"
     lag = f", {rollout.staleness} batches behind the actor" if rollout.staleness else ""
     scouts = f"; {rollout.n} of {rollout.scout.n} images a prompt are learned from" if rollout.scout.n else ""
+    if rollout.scout.redraw:
+        scouts += f", drawn again after {rollout.scout_steps} steps as scouts"
     replay = config.algorithm.replay
     again = [f"Replay: {replay.in_words(prompts // mini)}"] if replay.batches else []
     return [

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowgrpo_rc.actor.config import CleanImagesConfig
 from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.batch import Key
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.rollout import RolloutPool, RolloutRequest
 from flowgrpo_rc.rollout.pool import PendingRollout
@@ -29,8 +30,14 @@ class BatchRequest:
     prompts: list[PromptRecord]  # the distinct prompts; each is a row of the request's conditioning
     chosen: list[int]  # their places in the training data
     group: Int[Tensor, " B"]  # for each image the position of its prompt in the batch of all processes
-    request: RolloutRequest
+    request: RolloutRequest  # the images as they are learned from
     scoring: RolloutScoring  # takes the images and returns their rewards
+    scouts: RolloutRequest | None = None  # the images as they are drawn first, where those that are kept are redrawn
+
+    @property
+    def asked(self) -> RolloutRequest:
+        """What is drawn first."""
+        return self.scouts or self.request
 
 
 def image_numbers(group: Int[Tensor, " B"], n: int) -> Int[Tensor, " B"]:
@@ -83,14 +90,14 @@ class RolloutQueue:
             return None
         try:
             self._adapter.give_for(batch.step)
-            return self._engine.submit(batch.request, batch.scoring.take_ahead)
+            return self._engine.submit(batch.asked, batch.scoring.take_ahead)
         except BaseException:
             batch.scoring.abandon()  # it is not in the queue, where ``abandon`` would find it
             raise
 
     def draw(self) -> tuple[TensorDict, UInt8[Tensor, "B H W 3"]]:
         """Wait for the images of the batch that ``next`` returned last, and remove it. Its scoring takes images as they
-        arrive. Returns the recorded steps, or the clean latents, and the images.
+        arrive. Returns the recorded steps, the clean latents, or of scouts the prompts alone, and the images.
 
         Raises:
             RolloutSyncError: they were drawn with another adapter or other settings than requested.
@@ -101,11 +108,28 @@ class RolloutQueue:
             answer = pending.result(batch.scoring.take)
         else:
             self._adapter.give_for(batch.step)
-            answer = self._engine.generate(replace(batch.request, on_images=batch.scoring.take))
+            answer = self._engine.generate(replace(batch.asked, on_images=batch.scoring.take))
             held = self._adapter.held
         dtype = self._run.config.actor_rollout_ref.rollout.dtype
-        check_rollout(batch.request, answer, self._run.model, held, dtype)
-        # Validation draws without a batch; a rollout records its steps.
+        check_rollout(batch.asked, answer, self._run.model, held, dtype)
+        # Scouts are drawn without a batch; a rollout records its steps.
+        if answer.batch is None:
+            index = batch.request.prompt_index.clone()
+            return TensorDict({Key.PROMPT_INDEX: index}, batch_size=[len(index)]), answer.images
+        return answer.batch, answer.images
+
+    def redraw(self, batch: BatchRequest, rows: Int[Tensor, " M"]) -> tuple[TensorDict, UInt8[Tensor, "M H W 3"]]:
+        """Draw some images of a batch as they are learned from, from the noise of their scouts; returns as ``draw``."""
+        request = batch.request
+        starts = request.window_starts
+        answer = self._run.generate(
+            replace(
+                request,
+                prompt_index=request.prompt_index[rows],
+                seeds=[request.seeds[row] for row in rows],
+                window_starts=None if starts is None else starts[rows],
+            )
+        )
         assert answer.batch is not None
         return answer.batch, answer.images
 
@@ -149,7 +173,12 @@ class RolloutQueue:
         ahead = rollout.ahead > 0 and isinstance(self._engine, RolloutPool)
         overlaps = run.config.reward.overlap
         scoring = RolloutScoring(self._reward, records, rollout.micro_batch_size, overlaps=overlaps, ahead=ahead)
-        return BatchRequest(step, prompts, chosen, group, request, scoring)
+        scouts = None
+        if rollout.scout.redraw:
+            scouts = RolloutRequest(
+                request.conditioning, request.prompt_index, rollout.scout_steps, request.seeds, window_starts=None
+            )
+        return BatchRequest(step, prompts, chosen, group, request, scoring, scouts)
 
     def _start_seeds(self, step: int, group: Int[Tensor, " B"]) -> list[int]:
         """Seeds of the starting noise that the images of a prompt share."""

@@ -187,6 +187,11 @@ class RolloutScoring(PartialScoring):
             first += len(drawn)
         return super().result(images)
 
+    def again(self, rows: Int[Tensor, " M"], images: np.ndarray) -> RewardResult:
+        """The rewards of other images for some of the prompts; raises ``RewardError`` as ``RewardMix``."""
+        prompts, metadata = ([values[row] for row in rows.tolist()] for values in (self._prompts, self._metadata))
+        return PartialScoring(self._mix, prompts, metadata, self._part).result(images)
+
     def __enter__(self) -> "RolloutScoring":
         return self
 

@@ -137,9 +137,9 @@ class FlowGRPOTrainer:
         with request.scoring as scoring:
             with self.timer("rollout"):
                 batch, images = self._rollout(request)
-            # Before the rewards, which may still be computed in a thread while the probe uses the GPU.
-            with self.timer("probe"), self._naming(batch, prompts):
-                sync_metrics = self.rescoring(batch, cond, self.step)
+            # Before the rewards, which may still be computed in a thread while the probe uses the GPU. Scouts that are
+            # drawn again have recorded nothing.
+            sync_metrics = self._probe(batch, request) if request.scouts is None else {}
             with self.timer("reward"):
                 # While servers and threads still score.
                 metrics = image_metrics(images, batch[Key.GROUP], self._gather)
@@ -155,7 +155,12 @@ class FlowGRPOTrainer:
             # Chosen by advantages within all images, before any work on those that are left out.
             with self.timer("advantage"):
                 rows, advantage_metrics = self._choose(scored, batch)
-                batch = batch[rows]
+            batch = batch[rows]
+            if request.scouts is not None:
+                batch, redrawn = self._redraw(request, rows, scored)
+                sync_metrics = self._probe(batch, request)
+                advantage_metrics |= redrawn
+            advantage_metrics |= self._selection(batch)
         with self.timer("score"):
             if self.mode.objective.clean:
                 self._noise(batch, request, rows)
@@ -203,15 +208,46 @@ class FlowGRPOTrainer:
         noise_images(batch, [seeds[row] for row in rows], clean, self.run.model, size, asked.num_inference_steps)
 
     def _choose(self, scored: RewardResult, batch: TensorDict) -> tuple[Int[Tensor, " M"], dict[str, float]]:
-        """Rows of the scouts that are learned from, and metrics; writes the advantages of all into the batch."""
+        """Rows of the scouts that are learned from, and the rewards' metrics; the batch gets the advantages of all."""
         batch[Key.ADVANTAGES], metrics = self._advantages(scored, batch, None)
         rollout = self.config.actor_rollout_ref.rollout
         where = (self.config.rollout_seed, self.step)
         rows = chosen_scouts(batch[Key.ADVANTAGES], batch[Key.GROUP], rollout.n, rollout.scout.select, *where)
-        learned = self._gather(batch[Key.ADVANTAGES][rows]).double()
-        # Their baseline is all images' mean, so that what selection moves shows here.
-        found = {"mean": float(learned.mean()), "std": float(learned.std(correction=0))}
-        return rows, metrics | {f"scout/advantage_{name}": value for name, value in found.items()}
+        return rows, metrics
+
+    def _selection(self, batch: TensorDict) -> dict[str, float]:
+        """What the choice of scouts has done to the advantages, whose baseline is the mean of all."""
+        learned = self._gather(batch[Key.ADVANTAGES]).double()
+        return {
+            "scout/advantage_mean": float(learned.mean()),
+            "scout/advantage_std": float(learned.std(correction=0)),
+        }
+
+    def _redraw(
+        self, request: BatchRequest, rows: Int[Tensor, " M"], scored: RewardResult
+    ) -> tuple[TensorDict, dict[str, float]]:
+        """The batch of the scouts that are kept, drawn as they are learned from, with their new rewards in ``scored``
+        and advantages; and the change of their rewards."""
+        with self.timer("rollout"):
+            batch, images = self.rollouts.redraw(request, rows)
+            batch[Key.GROUP] = request.group[rows]
+        with self.timer("reward"):
+            again = request.scoring.again(rows, images.numpy())
+            change = self._gather(torch.from_numpy(again.total - scored.total[rows.numpy()])).double()
+        for whole, part in ((scored.total, again.total), *((scored.parts[n], again.parts[n]) for n in scored.parts)):
+            whole[rows.numpy()] = part
+        with self.timer("advantage"):
+            everyone = TensorDict({Key.GROUP: request.group}, batch_size=[len(request.group)])
+            batch[Key.ADVANTAGES] = self._advantages(scored, everyone, None)[0][rows]
+        return batch, {
+            "scout/reward_change": float(change.mean()),
+            "scout/reward_change_abs": float(change.abs().mean()),
+        }
+
+    def _probe(self, batch: TensorDict, request: BatchRequest) -> dict[str, float]:
+        """Metrics of the gap, from some images that are scored again."""
+        with self.timer("probe"), self._naming(batch, request.prompts):
+            return self.rescoring(batch, request.request.conditioning, self.step)
 
     def generate(self, request: RolloutRequest) -> Trajectories:
         """Sample, and check that the engine used the requested adapter, schedule, guidance and noise."""

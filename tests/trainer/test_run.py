@@ -168,6 +168,8 @@ def settings_of(kind):
     if kind in ("awm", "dpo"):
         settings += ("algorithm.rollout_correction=null", f"actor_rollout_ref.actor.diffusion_loss.loss_mode={kind}")
         settings += ("algorithm.replay.batches=1",)
+    if kind == "awm":
+        settings += ("actor_rollout_ref.rollout.scout.n=6", "actor_rollout_ref.rollout.scout.redraw=true")
     elif kind == "decoupled":
         settings += ("algorithm.rollout_correction.bypass_mode=false", *REJECTING_LATE, f"{BASELINE}=true")
     return settings

@@ -5,6 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 from tests_support import rows_of
+from torch.testing import assert_close
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.cli.compose import compose
@@ -14,6 +15,7 @@ from flowgrpo_rc.trainer.scoring import chosen_scouts
 
 SCOUT = "actor_rollout_ref.rollout.scout"
 RC = "algorithm.rollout_correction"
+REDRAW = (f"{SCOUT}.n=24", f"{SCOUT}.redraw=true")
 GROUP = torch.tensor([3] * 5 + [1] * 5)
 ADVANTAGES = torch.tensor([0.1, -2.0, 0.3, 1.0, 0.2, 5.0, 0.0, 0.0, -0.1, 4.0])
 
@@ -62,6 +64,13 @@ def test_random_images_depend_on_step_and_group_alone():
     [
         ([f"{SCOUT}.n=12"], "rollout.scout.n: got 12 with n=12; give more, or 0"),
         ([f"{SCOUT}.select=best", f"{SCOUT}.n=24"], "scout.select: got 'best'; choose one of extremes, spread, random"),
+        ([f"{SCOUT}.redraw=true"], "scout.redraw: got true with n=0.*set n to more than rollout.n, or redraw to false"),
+        ([f"{SCOUT}.n=24", f"{SCOUT}.steps=3"], "scout.steps: got 3 with redraw=false.*set redraw to true"),
+        ([*REDRAW, "actor_rollout_ref.rollout.ahead=1"], "scout.redraw: got true with ahead=1.*Set ahead to 0"),
+        (
+            [*REDRAW, "actor_rollout_ref.rollout.algo.init_same_noise=true"],
+            "redraw: got true with algo.init_same_noise",
+        ),
         (
             [f"{SCOUT}.n=24", f"{RC}.bypass_mode=false", "algorithm.rejection_aware_baseline=true"],
             "rejection_aware_baseline: got true with actor_rollout_ref.rollout.scout.n=24",
@@ -106,3 +115,58 @@ def test_a_run_learns_from_the_extremes_of_each_prompt(small_config, monkeypatch
     assert rows[-1]["reward/mean"] == pytest.approx(float(seen["rewards"].mean()), rel=1e-6)
     if objective == "diffusion_nft":
         assert batch[Key.NOISE].shape[:2] == (16, batch[Key.SIGMAS].shape[1])
+
+
+CLEAN = (f"{RC}=null", "actor_rollout_ref.actor.diffusion_loss.loss_mode=awm", "trainer.total_training_steps=2")
+
+
+@pytest.mark.run
+def test_the_same_images_drawn_again_change_nothing(small_config):
+    """On clean images a scout of as many steps is the image itself: rewards, updates and metrics are the same."""
+    once, again = (
+        rows_of(FlowGRPOTrainer(small_config(f"{SCOUT}.n=6", *CLEAN, *more, folder=f"run{len(more)}")).fit().root)
+        for more in ((), (f"{SCOUT}.redraw=true",))
+    )
+    for row, other in zip(once[1:], again[1:], strict=True):
+        assert {name: value for name, value in other.items() if not name.startswith("scout/reward_change")} == row
+        assert (other["scout/reward_change"], other["scout/reward_change_abs"]) == (0, 0)
+
+
+@pytest.mark.run
+def test_redrawn_images_are_those_that_training_draws(small_config, monkeypatch):
+    """Scouts of fewer steps choose; then noise, windows and log-probs are those of a run that draws all at once. New
+    rewards take the places of the scouts' in the baseline."""
+    batches, scored = {}, []
+    monkeypatch.setattr(
+        "flowgrpo_rc.trainer.trainer.chosen_scouts", lambda *_: torch.arange(24).view(4, 6)[:, 1:5].ravel()
+    )
+    for more in ((), (f"{SCOUT}.redraw=true", f"{SCOUT}.steps=2")):
+        trainer = FlowGRPOTrainer(
+            small_config(f"{SCOUT}.n=6", "trainer.total_training_steps=1", *more, folder=f"run{len(more)}")
+        )
+        statistics, update = trainer._advantages, trainer.run.actor.update
+
+        def rewarded(result, *arguments, statistics=statistics):
+            scored.append(torch.from_numpy(result.total.copy()))
+            return statistics(result, *arguments)
+
+        def learned(batch, *arguments, update=update, **options):
+            batches.append(batch.clone())
+            return update(batch, *arguments, **options)
+
+        monkeypatch.setattr(trainer, "_advantages", rewarded)
+        monkeypatch.setattr(trainer.run.actor, "update", learned)
+        row = rows_of(trainer.fit().root)[-1]
+    at_once, redrawn = batches
+    for name in (Key.LATENTS, Key.NEXT_LATENTS, Key.SIGMAS, Key.ROLLOUT_LOG_PROBS):
+        assert_close(redrawn[name], at_once[name], rtol=1e-3, atol=1e-3)
+    assert torch.equal(redrawn[Key.GROUP], at_once[Key.GROUP])
+    full, scouts, mixed = scored
+    left_out = torch.tensor([i for i in range(24) if i not in kept])
+    assert_close(mixed[kept], full[kept], rtol=1e-3, atol=1e-3)
+    assert torch.equal(mixed[left_out], scouts[left_out])
+    assert (mixed[kept] - scouts[kept]).abs().max() > 0.01
+    expected = group_advantages(mixed, torch.arange(4).repeat_interleave(6), global_std=True).advantages[kept]
+    assert_close(redrawn[Key.ADVANTAGES], expected.float(), rtol=1e-5, atol=1e-6)
+    assert row["scout/reward_change"] == pytest.approx(float((mixed - scouts)[kept].mean()), abs=1e-6)
+    assert "rollout_sync/engine_gap_per_dimension" in row
