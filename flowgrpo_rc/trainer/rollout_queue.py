@@ -126,7 +126,7 @@ class RolloutQueue:
             replace(
                 request,
                 prompt_index=request.prompt_index[rows],
-                seeds=[request.seeds[row] for row in rows],
+                seeds=[request.seeds[row] for row in rows.tolist()],
                 window_starts=None if starts is None else starts[rows],
             )
         )

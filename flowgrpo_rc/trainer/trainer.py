@@ -151,6 +151,7 @@ class FlowGRPOTrainer:
                 self.outputs.rollout(self.run, self.step, images, request, scored)
         scouts = self.config.actor_rollout_ref.rollout.scout
         rows = torch.arange(len(batch))
+        advantage_metrics: dict[str, float] = {}
         if scouts.n:
             # Chosen by advantages within all images, before any work on those that are left out.
             with self.timer("advantage"):
@@ -202,10 +203,10 @@ class FlowGRPOTrainer:
         """Noise the clean images of a batch; ``rows`` are their places among all that were drawn."""
         numbers = image_numbers(request.group, self.config.actor_rollout_ref.rollout.drawn)
         clean = self.config.actor_rollout_ref.actor.clean
-        seeds = noising_seeds(self.config.rollout_seed, request.step, numbers, request.group, clean)
+        seeds = noising_seeds(self.config.rollout_seed, request.step, numbers[rows], request.group[rows], clean)
         asked = request.request
         size = (asked.conditioning.height, asked.conditioning.width)
-        noise_images(batch, [seeds[row] for row in rows], clean, self.run.model, size, asked.num_inference_steps)
+        noise_images(batch, seeds, clean, self.run.model, size, asked.num_inference_steps)
 
     def _choose(self, scored: RewardResult, batch: TensorDict) -> tuple[Int[Tensor, " M"], dict[str, float]]:
         """Rows of the scouts that are learned from, and the rewards' metrics; the batch gets the advantages of all."""

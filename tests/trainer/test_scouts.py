@@ -136,10 +136,9 @@ def test_the_same_images_drawn_again_change_nothing(small_config):
 def test_redrawn_images_are_those_that_training_draws(small_config, monkeypatch):
     """Scouts of fewer steps choose; then noise, windows and log-probs are those of a run that draws all at once. New
     rewards take the places of the scouts' in the baseline."""
-    batches, scored = {}, []
-    monkeypatch.setattr(
-        "flowgrpo_rc.trainer.trainer.chosen_scouts", lambda *_: torch.arange(24).view(4, 6)[:, 1:5].ravel()
-    )
+    batches, scored = [], []
+    kept = torch.arange(24).view(4, 6)[:, 1:5].ravel()
+    monkeypatch.setattr("flowgrpo_rc.trainer.trainer.chosen_scouts", lambda *_: kept)
     for more in ((), (f"{SCOUT}.redraw=true", f"{SCOUT}.steps=2")):
         trainer = FlowGRPOTrainer(
             small_config(f"{SCOUT}.n=6", "trainer.total_training_steps=1", *more, folder=f"run{len(more)}")
