@@ -99,8 +99,7 @@ class Guard:
             self.say(
                 f"guard: step {step}: for {self._correction.guard_patience} updates in a row, {1 - share:.0%} of the "
                 "steps from the replay buffer had no gradient, since they were rejected or outside the clip band; set "
-                "algorithm.replay.batches or max_staleness lower, or in decoupled mode algorithm.replay.old_policy="
-                "current"
+                "algorithm.replay.batches or max_staleness lower"
             )
 
     def _readings(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from flowgrpo_rc.replay.buffer import Entry as Entry
     from flowgrpo_rc.replay.buffer import ReplayBuffer as ReplayBuffer
     from flowgrpo_rc.replay.buffer import Replayed as Replayed
-    from flowgrpo_rc.replay.buffer import ReplayError as ReplayError
     from flowgrpo_rc.replay.config import ReplayConfig as ReplayConfig
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -22,14 +22,10 @@ from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.replay.config import ReplayConfig
 from flowgrpo_rc.rollout.seeds import REPLAY, generator_for
-from flowgrpo_rc.run_folder import sync_path, write_whole
+from flowgrpo_rc.run_folder import RunFolderError, sync_path, write_whole
 
 _RECOMPUTED = (Key.PROMPT_INDEX, Key.GROUP, Key.CLIP_WIDTHS, Key.ROLLOUT_RS_BOUNDS)
 """Keys of a batch that a file does not have: its prompts are listed, and calibrated limits move on."""
-
-
-class ReplayError(RuntimeError):
-    """A mini-batch cannot be written; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +98,7 @@ class ReplayBuffer:
             staleness: see ``Entry``.
 
         Raises:
-            ReplayError: a file cannot be written.
+            RunFolderError: a file cannot be written.
         """
         process = PartialState().process_index
         own = []
@@ -113,7 +109,7 @@ class ReplayBuffer:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_whole(path, lambda temporary, content=content: temporary.write_bytes(content))
             except OSError as error:
-                raise ReplayError(
+                raise RunFolderError(
                     f"cannot write {path}: {one_line(error, 300)}; free some space, or set algorithm.replay.batches "
                     f"(now {self._config.batches}) lower"
                 ) from error
@@ -228,7 +224,7 @@ def _link(file: Path, folder: Path) -> None:
     sync_path(target)
 
 
-def _packed(batch: TensorDict, mini: MiniBatch, prompts: Sequence[int], texts: Sequence[str]) -> bytes:
+def _packed(batch: TensorDict, mini: MiniBatch, prompts: Sequence[int], texts: Sequence[str]) -> memoryview:
     """The content of a file: the rows of a mini-batch with its old policy."""
     rows = mini.rows.tolist()
     names = [name for name in batch.keys() if name not in _RECOMPUTED]  # noqa: SIM118  (it iterates over rows)
@@ -242,7 +238,7 @@ def _packed(batch: TensorDict, mini: MiniBatch, prompts: Sequence[int], texts: S
     counts = {"rejected": mini.rejected, "idle": mini.idle}
     named = {"prompts": [prompts[row] for row in rows], "texts": [texts[row] for row in rows]}
     torch.save({"batch": tensors, "old": old, "counts": counts, **named}, content)
-    return content.getvalue()
+    return content.getbuffer()
 
 
 def _unpacked(content: bytes, texts: Sequence[str], steps: int | None) -> Replayed:

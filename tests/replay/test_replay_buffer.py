@@ -9,8 +9,9 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy
-from flowgrpo_rc.replay import ReplayBuffer, ReplayConfig, ReplayError
+from flowgrpo_rc.replay import ReplayBuffer, ReplayConfig
 from flowgrpo_rc.replay.buffer import Replayed, _dealt
+from flowgrpo_rc.run_folder import RunFolderError
 
 TEXTS = ["one", "two", "three"]
 
@@ -156,7 +157,7 @@ def test_a_full_disk_names_file_and_remedy(filled, monkeypatch):
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("flowgrpo_rc.replay.buffer.write_whole", full)
-    with pytest.raises(ReplayError, match=r"cannot write .*step_0\.0\.0\.pt: .*No space left.*algorithm\.replay"):
+    with pytest.raises(RunFolderError, match=r"cannot write .*step_0\.0\.0\.pt: .*No space left.*algorithm\.replay"):
         filled()
 
 
