@@ -128,8 +128,9 @@ def _time(plan: MemoryPlan, gpus: Gpus, of: str) -> str:
 
 
 def _split(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int], reward: float) -> list[str]:
-    """Compare taking turns on all GPUs with engines one batch ahead on some of them; nothing for one GPU."""
-    if gpus.count < 2:
+    """Compare taking turns on all GPUs with engines one batch ahead on some of them; nothing for one GPU, nor for
+    scouts that are drawn again, which no engine does ahead."""
+    if gpus.count < 2 or plan.run.rollout.scout.redraw:
         return []
     flops = step_flops(plan)
     split = best_split(plan, flops, gpus, trainers, reward)

@@ -1,14 +1,14 @@
 """The buffer: mini-batches that were learned from, on the disk, to be learned from again.
 
-Every process has a file for its rows of a mini-batch. The list of mini-batches is the same on all processes. Files are
-hard links in checkpoints, which so hold the whole buffer and need no more space.
+Every process has a file for its rows of a mini-batch. The list of mini-batches is the same on all processes.
+Checkpoints hold the whole buffer, as hard links.
 """
 
 import hashlib
 import io
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,22 +57,38 @@ class Replayed:
     prompts: list[int]
     """For each row the place of its prompt in the training data."""
     mini: MiniBatch
-    """All rows of ``batch``, with the old policy of the first time, where that is not the rollout's."""
+    """All rows of ``batch``, with the old policy of the first time; ``None``: the rollout's."""
 
 
 class ReplayBuffer:
-    """Mini-batches of the last ``config.batches`` batches, in ``folder``.
+    """Mini-batches of the last ``config.batches`` batches.
 
-    ``seed`` makes the random choices. ``say`` takes a line about a mini-batch that is left out.
+    Args:
+        folder: of the files; all processes share it, and nothing else is in it.
+        config: the section ``algorithm.replay``.
+        seed: of the random choices.
+        settings: those that the recorded numbers depend on, as JSON has them; a buffer with others is not taken over.
+        together: images that follow each other and must stay on one process, 2 for pairs.
+
+    ``say`` takes a line about what is left out.
     """
 
-    def __init__(self, folder: Path, config: ReplayConfig, seed: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: ReplayConfig,
+        seed: int,
+        settings: Mapping[str, Any] | None = None,
+        together: int = 1,
+    ) -> None:
         self.folder = folder
         self.entries: list[Entry] = []
         """Oldest first."""
         self.say: Callable[[str], None] = lambda _text: None
         self._config = config
         self._seed = seed
+        self._settings = dict(settings or {})
+        self._together = together
 
     def __bool__(self) -> bool:
         """True if the run keeps mini-batches at all."""
@@ -92,7 +108,7 @@ class ReplayBuffer:
 
         Args:
             batch: this process's rows with their advantages.
-            mini_batches: as an update with ``keep_old`` returns them.
+            mini_batches: as an update with ``keep_old`` returns them; of bypass mode without an old policy.
             prompts, texts: for each row of ``batch`` the place of its prompt in the training data, and the prompt.
             step: batches that were learned from before this one.
             staleness: see ``Entry``.
@@ -102,6 +118,7 @@ class ReplayBuffer:
         """
         process = PartialState().process_index
         own = []
+        problem = ""
         for number, mini in enumerate(mini_batches):
             content = _packed(batch, mini, prompts, texts)
             path = self.folder / _file(step, number, process)
@@ -109,14 +126,17 @@ class ReplayBuffer:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_whole(path, lambda temporary, content=content: temporary.write_bytes(content))
             except OSError as error:
-                raise RunFolderError(
-                    f"cannot write {path}: {one_line(error, 300)}; free some space, or set algorithm.replay.batches "
-                    f"(now {self._config.batches}) lower"
-                ) from error
+                problem = f"cannot write {path}: {one_line(error, 300)}"
+                break
             window = int(batch[Key.TIMESTEPS].shape[1])
             images = len(mini.rows) + (mini.idle + mini.rejected) // window
             size = float(batch[Key.ADVANTAGES][mini.rows].abs().double().sum())
             own.append((hashlib.sha256(content).hexdigest(), size, images))
+        # All processes raise together, so that none waits for another.
+        if problems := [text for text in gather_object([problem]) if text]:
+            raise RunFolderError(
+                f"{problems[0]}; free some space, or set algorithm.replay.batches (now {self._config.batches}) lower"
+            )
         for number, parts in enumerate(zip(*gather_object([own]), strict=True)):
             digests, sizes, counts = zip(*parts, strict=True)
             spread = sum(sizes) / sum(counts)
@@ -149,7 +169,7 @@ class ReplayBuffer:
         problem = ""
         try:
             parts = [self._part(entry, process, texts) for process in processes]
-            found = parts[0] if same else _dealt(parts, state.process_index, state.num_processes)
+            found = parts[0] if same else _dealt(parts, state.process_index, state.num_processes, self._together)
         except (OSError, ValueError) as error:
             problem = one_line(error, 300)
         problems = [text for text in gather_object([problem]) if text]
@@ -168,17 +188,28 @@ class ReplayBuffer:
         return _unpacked(content, texts, self._config.steps)
 
     def _remove(self, entry: Entry) -> None:
-        """Forget a mini-batch, and remove this process's file of it."""
+        """Forget a mini-batch, and remove its files, which no process needs any more."""
         self.entries.remove(entry)
-        (self.folder / entry.file(PartialState().process_index)).unlink(missing_ok=True)
+        for process in range(len(entry.digests)):
+            (self.folder / entry.file(process)).unlink(missing_ok=True)
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> dict[str, Any]:
         """The list of mini-batches, for a checkpoint."""
-        return [asdict(entry) for entry in self.entries]
+        return {"entries": [asdict(entry) for entry in self.entries], "settings": self._settings}
 
-    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Restore ``state_dict``, as far as the present ``batches`` reaches back."""
-        entries = [Entry(**{**one, "digests": tuple(one["digests"])}) for one in state]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``, as far as the present ``batches`` reaches back; nothing, and a line, if the present
+        settings would give the recorded steps other log-probs."""
+        self.entries = []
+        saved = state["settings"]
+        changed = [name for name in self._settings if self._settings[name] != saved.get(name)]
+        if self and state["entries"] and changed:
+            self.say(
+                f"replay: the checkpoint's buffer is left out, since {changed[0]} was {saved.get(changed[0])} there "
+                f"and is {self._settings[changed[0]]} here"
+            )
+            return
+        entries = [Entry(**{**one, "digests": tuple(one["digests"])}) for one in state["entries"]]
         newest = max((entry.step for entry in entries), default=0)
         self.entries = [entry for entry in entries if entry.step > newest - self._config.batches]
 
@@ -229,11 +260,7 @@ def _packed(batch: TensorDict, mini: MiniBatch, prompts: Sequence[int], texts: S
     rows = mini.rows.tolist()
     names = [name for name in batch.keys() if name not in _RECOMPUTED]  # noqa: SIM118  (it iterates over rows)
     tensors = {name: batch[name][mini.rows] for name in names}
-    # A rollout that is the old policy is in the batch.
     old = {} if mini.old is None else {name: v.cpu() for name, v in vars(mini.old).items() if v is not None}
-    if mini.old is not None and Key.ROLLOUT_LOG_PROBS not in tensors:
-        # Of clean images that the old policy drew itself.
-        tensors[Key.ROLLOUT_LOG_PROBS] = old["log_probs"]
     content = io.BytesIO()
     counts = {"rejected": mini.rejected, "idle": mini.idle}
     named = {"prompts": [prompts[row] for row in rows], "texts": [texts[row] for row in rows]}
@@ -261,11 +288,10 @@ def _unpacked(content: bytes, texts: Sequence[str], steps: int | None) -> Replay
     return Replayed(TensorDict(batch, batch_size=[count]), prompts, mini)
 
 
-def _dealt(parts: Sequence[Replayed], process: int, processes: int) -> Replayed:
-    """The share of one process of rows that other numbers of processes have written."""
+def _dealt(parts: Sequence[Replayed], process: int, processes: int, together: int) -> Replayed:
+    """The share of one process of rows that another number of processes has written, ``together`` of them at a time."""
     count = sum(len(part.batch) for part in parts)
-    # Images of a pair stay together.
-    if count % (2 * processes):
+    if count % (together * processes):
         raise ValueError(f"its {count} images cannot be dealt to {processes} processes")
     share = count // processes
     own = slice(process * share, (process + 1) * share)

@@ -26,7 +26,8 @@ class ReplayConfig(Section):
     batches: NonNegativeInt = 0
     """Batches in the buffer; 0 learns from every image once."""
     share: Annotated[float, Check(lambda share: 0 < share < 1, "give a number between 0 and 1")] = 0.5
-    """Share of the optimizer steps that learn from the buffer, a mini-batch each; .5 is one for each new mini-batch."""
+    """Share of a step's mini-batches that come from the buffer; .5 is one for each new one. It has no more of them than
+    those of its batches."""
     select: Annotated[str, one_of(SELECTIONS)] = "random"
     """Mini-batches to learn from: ``random`` ones, the ``newest``, or those with the largest ``spread`` of rewards, by
     the mean size of their advantages. None is taken twice in a step."""
@@ -40,26 +41,32 @@ class ReplayConfig(Section):
     steps: PositiveInt | None = None
     """Learn from the first so many steps of their windows alone, as OP-GRPO cuts late steps; null: from all."""
 
-    @property
-    def per_new(self) -> float:
-        """Optimizer steps from the buffer for each from new images, once it is full."""
-        return self.share / (1 - self.share) if self.batches else 0.0
+    def reach(self, staleness: int) -> int:
+        """Batches that mini-batches are taken from. New images are ``staleness`` batches stale."""
+        limit = self.batches if self.max_staleness is None else self.max_staleness - staleness
+        return min(self.batches, limit)
+
+    def per_new(self, staleness: int) -> float:
+        """Mini-batches from a full buffer for each new one."""
+        return min(self.share / (1 - self.share), self.reach(staleness))
 
     def due(self, step: int, mini_batches: int) -> int:
-        """Mini-batches to take from the buffer after batch ``step``; the first batch is 0."""
-        per_batch = self.per_new * mini_batches
+        """Mini-batches to take from the buffer after batch ``step``, if it has so many; the first batch is 0."""
+        if not self.batches:
+            return 0
+        per_batch = self.share / (1 - self.share) * mini_batches
         # Rounded against a product such as 2.9999999.
         return math.floor(round(per_batch * (step + 1), 6)) - math.floor(round(per_batch * step, 6))
 
-    def in_words(self, mini_batches: int) -> str:
+    def in_words(self, mini_batches: int, staleness: int) -> str:
         """For a run's first lines."""
         cut = "" if self.steps is None else f", the first {self.steps} steps of their windows"
-        stale = "" if self.max_staleness is None else f", at most {self.max_staleness} batches stale"
         return (
-            f"{self.per_new * mini_batches:g} more optimizer step(s) a batch from the last {self.batches} "
-            f"batch(es){stale}, {self.select}{cut}"
+            f"{self.per_new(staleness) * mini_batches:g} more mini-batch(es) a batch, from the last "
+            f"{self.reach(staleness)} batch(es), {self.select}{cut}"
         )
 
-    def optimizer_steps(self, batches: int, mini_batches: int) -> int:
+    def optimizer_steps(self, batches: int, mini_batches: int, staleness: int) -> int:
         """Optimizer steps from the buffer in a run of so many batches. At its start the buffer has too few."""
-        return sum(min(self.due(step, mini_batches), min(step, self.batches) * mini_batches) for step in range(batches))
+        reach = self.reach(staleness)
+        return sum(min(self.due(step, mini_batches), min(step, reach) * mini_batches) for step in range(batches))

@@ -521,15 +521,16 @@ class RolloutConfig(Section):
 
     def forwards_metrics(self, *, clean: bool) -> dict[str, float]:
         """Metrics of a cheaper rollout: forwards an image, with a window also before, in and after it; none where every
-        step is a forward of every image."""
+        step is a forward of every image. Of scouts, forwards for each image that is drawn again."""
+        scouts = {"rollout/forwards_of_scouts": self.drawn * self.scout_steps / self.n} if self.scout.redraw else {}
         if self.draws_every_step(clean=clean):
-            return {}
+            return scouts
         parts = self.forwards_per_image(clean=clean)
         metrics = {"rollout/forwards_per_image": sum(parts)}
         if not clean:
             places = (f"rollout/forwards_{place}_window" for place in ("before", "in", "after"))
             metrics |= dict(zip(places, parts, strict=True))
-        return metrics
+        return metrics | scouts
 
     @property
     def shares_one_step(self) -> bool:

@@ -202,7 +202,7 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
     except Exception as error:
         why = f"{type(error).__name__}: {one_line(error, 300)}"
         raise DamagedCheckpointError(f"{source} is damaged or of another version of flowgrpo_rc ({why})") from error
-    run.replay.load_state_dict(tensors.get("replay", []))
+    run.replay.load_state_dict(tensors.get("replay", {"entries": [], "settings": {}}))
     run.adapter.restore(state["step"], tensors.get("older_adapters", {}), tensors.get("old_policy"))
 
 

@@ -279,6 +279,11 @@ class FlowGRPOConfig(Section):
         if replay.steps is not None and (clean or replay.steps > rollout.window.size):
             reason = "objectives on clean images have no steps" if clean else f"a window has {rollout.window.size}"
             yield f"{here}.steps: got {replay.steps}, but {reason}; set it to null"
+        elif replay.steps is not None and self.rollout_correction.plan().calibrated:
+            yield (
+                f"{here}.steps: got {replay.steps} with rollout_correction.rollout_rs_threshold=auto, whose bounds are "
+                "those of whole windows; set it to null"
+            )
 
     def _loss_problems(self) -> Iterator[str]:
         """Objective and limits against the rollouts that they are computed from."""

@@ -227,7 +227,7 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
     if rollout.scout.redraw:
         scouts += f", drawn again after {rollout.scout_steps} steps as scouts"
     replay = config.algorithm.replay
-    again = [f"Replay: {replay.in_words(prompts // mini)}"] if replay.batches else []
+    again = [f"Replay: {replay.in_words(prompts // mini, rollout.staleness)}"] if replay.batches else []
     return [
         f"Run folder: {root}",
         f"Each step: {prompts} prompts x {rollout.drawn} images = {prompts * rollout.drawn} images of "

@@ -21,7 +21,7 @@ def planned_run(config: FlowGRPOConfig) -> PlannedRun:
         rollout=parts.rollout,
         prompts=config.data.train_batch_size,
         scored_share=0.0 if config.rollout_correction.bypass_mode else config.scored_share,
-        replayed=config.algorithm.replay.per_new,
+        replayed=config.algorithm.replay.per_new(parts.rollout.staleness),
         autocast=config.trainer.mixed_precision == "bf16",
         draws=not config.data.preferences,
     )

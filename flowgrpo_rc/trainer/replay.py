@@ -1,16 +1,18 @@
 """Learn from the buffer after a batch, and keep the batch in it."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
+from accelerate import PartialState
 from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
 
 from flowgrpo_rc.actor import UpdateResult
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.batch import Key, OldPolicy
+from flowgrpo_rc.batch import Key, OldPolicy, optional
 from flowgrpo_rc.correction.plan import SAFETY_BOUND
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.replay import ReplayBuffer, Replayed
@@ -43,6 +45,13 @@ class Replay:
         self._config = run.config.algorithm.replay
         self.buffer: ReplayBuffer = run.replay
         self._texts = [record.prompt for record in run.train_prompts]
+        corrects = run.config.rollout_correction.corrects
+        if self.buffer and self._config.old_policy == "current" and not corrects and PartialState().is_main_process:
+            warnings.warn(
+                "algorithm.replay.old_policy=current without importance weights or rejection: nothing limits what is "
+                "learned from stale images; set rollout_correction.rollout_is or rollout_rs, or old_policy=kept",
+                stacklevel=2,
+            )
 
     def learn(self, step: int, mode: ModeInForce) -> dict[str, float]:
         """Take an optimizer step from each mini-batch that is due after batch ``step``; returns ``replay/...`` metrics.
@@ -57,7 +66,8 @@ class Replay:
             if replayed is not None:
                 ages.append(step - entry.step)
                 found.append(self._learn_from(replayed, mode))
-        metrics = {"replay/optimizer_steps": float(len(found)), "replay/buffer": float(len(self.buffer.entries))}
+        taken = sum(figures.pop("optimizer_steps") for figures in found)
+        metrics = {"replay/optimizer_steps": taken, "replay/buffer": float(len(self.buffer.entries))}
         if not found:
             return metrics
         metrics |= {"replay/age": sum(ages) / len(ages)} | {f"replay/{name}": v for name, v in _means(found).items()}
@@ -66,12 +76,25 @@ class Replay:
             metrics |= {f"replay/age_{age}/{name}": value for name, value in _means(own).items()}
         return metrics
 
-    def keep(self, step: int, staleness: int, batch: TensorDict, request: BatchRequest, update: UpdateResult) -> None:
-        """Put the mini-batches of batch ``step`` into the buffer, as the update has returned them."""
+    def keep(
+        self,
+        step: int,
+        staleness: int,
+        batch: TensorDict,
+        request: BatchRequest,
+        update: UpdateResult,
+        mode: ModeInForce,
+    ) -> None:
+        """Put the mini-batches of batch ``step`` into the buffer, as the update in this mode has returned them."""
         rows = batch[Key.PROMPT_INDEX].tolist()
         places = [request.chosen[row] for row in rows]
         texts = [self._texts[place] for place in places]
-        self.buffer.add(batch, update.mini_batches, places, texts, step=step, staleness=staleness)
+        minis = update.mini_batches
+        if mode.bypasses:
+            # The rollout's log-probs are in the batch. Without weights and rejection they are no old policy of
+            # decoupled mode, which the guard may put in force.
+            minis = [mini._replace(old=None) for mini in minis]
+        self.buffer.add(batch, minis, places, texts, step=step, staleness=staleness)
 
     def _learn_from(self, replayed: Replayed, mode: ModeInForce) -> dict[str, float]:
         """Take one optimizer step from a mini-batch; returns its figures."""
@@ -82,10 +105,17 @@ class Replay:
         prompts = [run.train_prompts[place] for place in places]
         cond = run.conditioning(prompts, run.config.actor_rollout_ref.rollout.pipeline)
         self._set_limits(batch)
+        first = replayed.mini.old
+        drawn = optional(batch, Key.ROLLOUT_LOG_PROBS)
+        if drawn is None and first is not None and mode.objective.needs_old:
+            # Clean images, which the old policy drew itself.
+            drawn = first.log_probs
         mini = replayed.mini._replace(old=self._old(replayed, mode))
+        if mini.old is None and drawn is not None:
+            batch[Key.ROLLOUT_LOG_PROBS] = drawn
         with self._naming(batch, prompts):
             update = run.actor.update(batch, cond, [mini], mode, epochs=1)
-        return self._figures(batch, update)
+        return self._figures(drawn, update)
 
     def _old(self, replayed: Replayed, mode: ModeInForce) -> OldPolicy | None:
         """The old policy; ``None``: the current one, which the update's own forward pass supplies."""
@@ -94,15 +124,18 @@ class Replay:
         # A batch that was learned from in bypass mode has none.
         return replayed.mini.old if self._config.old_policy == "kept" else None
 
-    def _figures(self, batch: TensorDict, update: UpdateResult) -> dict[str, float]:
-        """Figures of a mini-batch over all processes; weights are ``pi_theta / pi_rollout`` of whole windows."""
+    def _figures(self, drawn: Float[Tensor, "B W"] | None, update: UpdateResult) -> dict[str, float]:
+        """Figures of a mini-batch over all processes; weights are ``pi_theta / pi_rollout`` of windows, ``drawn`` being
+        the log-probs of the policy that drew."""
         metrics = update.metrics
         kept = metrics["actor/kept_fraction"]
-        figures = {"kept_fraction": kept, "teaching_fraction": kept - metrics["actor/pg_clipfrac_inert"]}
-        # The actor's objectives without an old policy keep no log-probs.
-        if Key.ROLLOUT_LOG_PROBS in batch.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
-            rows = update.mini_batches[0].rows
-            weights = self._gather(window_weights(update.log_probs[0], batch[Key.ROLLOUT_LOG_PROBS][rows]))
+        figures = {
+            "optimizer_steps": float(update.optimizer_steps),
+            "kept_fraction": kept,
+            "teaching_fraction": kept - metrics["actor/pg_clipfrac_inert"],
+        }
+        if drawn is not None:
+            weights = self._gather(window_weights(update.log_probs[0], drawn[update.mini_batches[0].rows]))
             figures["weight_mean"] = float(weights.mean())
             figures["eff_sample_size"] = float(weights.mean() ** 2 / (weights**2).mean())
         return figures

@@ -1,9 +1,11 @@
 """Build the parts of a run from its configuration; cheap checks come before expensive loads."""
 
 import importlib.util
+import json
 import os
 import shutil
 import sys
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -50,6 +52,9 @@ from flowgrpo_rc.trainer.encoding import (
     references_digest,
 )
 from flowgrpo_rc.trainer.memory import check_memory
+
+REPLAY = ".replay"
+"""Folder of the replay buffer in a run's; hidden, so that it is nobody's own."""
 
 
 class Run:
@@ -231,13 +236,32 @@ class Run:
         torch.manual_seed(self.config.trainer.seed)
         replay = self.config.algorithm.replay
         steps = self.total_steps * self.config.mini_batches * parts.actor.ppo_epochs
-        steps += replay.optimizer_steps(self.total_steps, self.config.mini_batches)
+        steps += replay.optimizer_steps(self.total_steps, self.config.mini_batches, parts.rollout.staleness)
         self.actor = build_actor(self.model, self._planned, parts.rollout, parts.actor, self.accelerator, steps)
         algorithm, rollout = self.config.algorithm, parts.rollout
         # Without training the adapters that an engine gets have nothing to do with each other.
         decay = algorithm.old_decay if self._trains and algorithm.averages_old_policy else None
         self.adapter = AdapterSync(self.engine, self.actor, rollout.staleness, rollout.ahead, decay)
-        self.replay = ReplayBuffer(Path(project_dir) / "replay", replay, self.config.rollout_seed)
+        # A fresh run may have had to take another folder, which the main process knows.
+        folder = Path(broadcast_object_list([project_dir])[0]) / REPLAY
+        together = 2 if parts.actor.diffusion_loss.objective.paired else 1
+        seed = self.config.rollout_seed
+        self.replay = ReplayBuffer(folder, replay, seed, recorded_settings(self.config), together)
+
+
+def recorded_settings(config: FlowGRPOConfig) -> dict[str, Any]:
+    """Settings that recorded steps or noised images must have in common with the actor that scores them again."""
+    parts = config.actor_rollout_ref
+    loss, algo, pipeline = parts.actor.diffusion_loss, parts.rollout.algo, parts.rollout.pipeline
+    return {
+        "loss_mode": loss.loss_mode,
+        "awm_weighting": loss.awm_weighting,
+        "noise_level": algo.noise_level,
+        "sde_type": algo.sde_type,
+        "model.timestep_dtype": parts.model.timestep_dtype,
+        "rollout.dtype": parts.rollout.dtype,
+        **{f"pipeline.{name}": value for name, value in json.loads(json.dumps(asdict(pipeline))).items()},
+    }
 
 
 def build_actor(

@@ -156,8 +156,9 @@ class FlowGRPOTrainer:
             # Chosen by advantages within all images, before any work on those that are left out.
             with self.timer("advantage"):
                 rows, advantage_metrics = self._choose(scored, batch)
-            batch = batch[rows]
-            if request.scouts is not None:
+            if request.scouts is None:
+                batch = batch[rows]
+            else:
                 batch, redrawn = self._redraw(request, rows, scored)
                 sync_metrics = self._probe(batch, request)
                 advantage_metrics |= redrawn
@@ -178,7 +179,7 @@ class FlowGRPOTrainer:
         if self.run.replay:
             with self.timer("replay"):
                 metrics |= self.replay.learn(self.step, self.mode)
-                self.replay.keep(self.step, self.adapter.behind, batch, request, update)
+                self.replay.keep(self.step, self.adapter.behind, batch, request, update, self.mode)
         self.step += 1
         with self.timer("sync"):
             metrics |= self.adapter.metrics()

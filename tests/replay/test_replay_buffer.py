@@ -194,6 +194,20 @@ def test_a_file_system_without_hard_links_copies(filled, tmp_path, monkeypatch):
     assert files(tmp_path / "held") == files(buffer.folder)
 
 
+def test_a_buffer_of_other_settings_is_left_out_and_said(filled):
+    buffer = filled()
+    state = buffer.state_dict() | {"settings": {"noise_level": 0.7, "sde_type": "sde"}}
+    same = ReplayBuffer(buffer.folder, ReplayConfig(batches=2), 1, {"noise_level": 0.7, "sde_type": "sde"})
+    same.load_state_dict(state)
+    assert same.entries == buffer.entries
+    other = ReplayBuffer(buffer.folder, ReplayConfig(batches=2), 1, {"noise_level": 0.7, "sde_type": "cps"})
+    said = []
+    other.say = said.append
+    other.load_state_dict(state)
+    assert other.entries == []
+    assert said == ["replay: the checkpoint's buffer is left out, since sde_type was sde there and is cps here"]
+
+
 def test_fewer_batches_after_a_resume(filled):
     buffer = filled()
     short = ReplayBuffer(buffer.folder, ReplayConfig(batches=1), seed=1)
@@ -214,7 +228,7 @@ def test_rows_are_dealt_to_another_number_of_processes():
         parts.append(Replayed(batch, prompts, MiniBatch(torch.arange(4), old, rejected=3, idle=process)))
     whole = torch.cat([part.batch[Key.LATENTS] for part in parts])
     for count in (1, 4):
-        dealt = [_dealt(parts, process, count) for process in range(count)]
+        dealt = [_dealt(parts, process, count, 1) for process in range(count)]
         assert torch.equal(torch.cat([one.batch[Key.LATENTS] for one in dealt]), whole)
         assert [place for one in dealt for place in one.prompts] == list(range(8))
         assert (sum(one.mini.rejected for one in dealt), sum(one.mini.idle for one in dealt)) == (6, 1)
@@ -222,7 +236,10 @@ def test_rows_are_dealt_to_another_number_of_processes():
             assert_close(one.mini.old.log_probs, one.batch[Key.ROLLOUT_LOG_PROBS] + 1, rtol=0, atol=0)
             assert torch.equal(one.mini.rows, torch.arange(8 // count))
     with pytest.raises(ValueError, match="its 8 images cannot be dealt to 3 processes"):
-        _dealt(parts, 0, 3)
+        _dealt(parts, 0, 3, 1)
+    # Pairs stay together.
+    with pytest.raises(ValueError, match="its 8 images cannot be dealt to 8 processes"):
+        _dealt(parts, 0, 8, 2)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +255,9 @@ def test_mini_batches_that_are_due(share, mini_batches, expected):
 
 def test_optimizer_steps_of_a_run():
     """Two for each batch; the first batch finds the buffer empty, the second finds one batch of two."""
-    assert ReplayConfig(batches=2, share=0.5).optimizer_steps(5, 2) == 0 + 2 * 4
+    assert ReplayConfig(batches=2, share=0.5).optimizer_steps(5, 2, 0) == 0 + 2 * 4
     # Six are due; there are 0, 2, 4, 4, 4.
-    assert ReplayConfig(batches=2, share=0.75).optimizer_steps(5, 2) == 0 + 2 + 4 + 4 + 4
-    assert ReplayConfig().optimizer_steps(5, 2) == 0
+    assert ReplayConfig(batches=2, share=0.75).optimizer_steps(5, 2, 0) == 0 + 2 + 4 + 4 + 4
+    # Images are one batch stale when they are new, so that those of one batch alone are fresh enough.
+    assert ReplayConfig(batches=2, share=0.75, max_staleness=2).optimizer_steps(5, 2, 1) == 0 + 2 + 2 + 2 + 2
+    assert ReplayConfig().optimizer_steps(5, 2, 0) == 0

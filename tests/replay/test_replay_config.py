@@ -29,6 +29,10 @@ RC = "algorithm.rollout_correction"
         ([f"{REPLAY}.steps=3"], "algorithm.replay.steps: got 3, but a window has 2; set it to null"),
         ([f"{REPLAY}.steps=1", f"{RC}=null", f"{LOSS}=awm"], "steps: got 1, but objectives on clean images have no st"),
         (
+            [f"{REPLAY}.steps=1", f"{RC}.rollout_rs_threshold=auto"],
+            "steps: got 1 with rollout_correction.rollout_rs_threshold=auto, whose bounds are those of whole windows",
+        ),
+        (
             ["data.preferences=[pairs.jsonl]", f"{RC}=null", f"{LOSS}=dpo"],
             "replay.batches: got 2 with data.preferences, whose images are not drawn; set it to 0",
         ),
@@ -46,6 +50,7 @@ def test_without_batches_nothing_is_refused():
 
 
 def test_a_plan_has_the_steps_of_a_full_buffer():
-    settings = [f"{REPLAY}.batches=2", f"{REPLAY}.share=0.75"]
-    assert planned_run(compose("tiny_qwen_image_ocr", settings)).replayed == 3
-    assert planned_run(compose("tiny_qwen_image_ocr", settings[1:])).replayed == 0
+    """Three for each new one, where the buffer has so many."""
+    for batches, expected in ((4, 3), (2, 2), (0, 0)):
+        settings = [f"{REPLAY}.batches={batches}", f"{REPLAY}.share=0.75"]
+        assert planned_run(compose("tiny_qwen_image_ocr", settings)).replayed == expected

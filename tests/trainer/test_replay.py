@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 from tests_support import adapter_of, before_step, power_cut, rows_of, same
 
 from flowgrpo_rc.trainer import FlowGRPOTrainer
@@ -35,14 +36,14 @@ def test_a_resumed_run_equals_an_undisturbed_one(small_config, kind):
     assert [row["replay/buffer"] for row in rows] == [0, 2, 4, 4]
     assert all(1 <= row["replay/age"] <= 2 for row in rows[1:])
     assert all(0 < row["replay/eff_sample_size"] <= 1 for row in rows[1:])
-    assert not (whole / "replay").exists()
+    assert not (whole / ".replay").exists()
     auto = (*settings, "trainer.resume_mode=auto", "trainer.save_freq=2")
     first = FlowGRPOTrainer(small_config(*auto, folder="parts"))
     before_step(first, 3, power_cut)
     with pytest.raises(ConnectionError):
         first.fit()
     # As a power cut leaves it: files of later steps are in the way, and may be half of what they were.
-    folder = first.folder.root / "replay"
+    folder = first.folder.root / ".replay"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "step_1.0.0.pt").write_bytes(b"half")
@@ -60,6 +61,8 @@ def test_a_damaged_file_costs_its_mini_batch_and_a_line(small_config, capsys):
     with pytest.raises(ConnectionError):
         trainer.fit()
     held = trainer.folder.checkpoints / "step_2" / "replay"
+    # Of bypass mode; decoupled mode, after a fallback, has to correct the rollout's log-probs.
+    assert torch.load(held / "step_1.0.0.pt", weights_only=True)["old"] == {}
     for file in held.iterdir():
         # A new file: the buffer's own is the same on the disk.
         content = file.read_bytes()
