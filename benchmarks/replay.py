@@ -4,11 +4,12 @@
     python benchmarks/replay.py --report                  # writes table and figure of docs/replay.md; runs nothing
 
 ``once`` is the demo in bypass mode, for 60 batches. ``epochs`` learns twice from every batch at once. ``replay_N``
-takes, for each optimizer step from new images, one from the last N batches, ``replay_N_75`` three; the ratio to the
-rollout's policy is clipped, as bypass mode does. ``current_N...`` learn in decoupled mode, with the actor as the old
-policy of what is replayed: without correction, with ``weights`` of whole windows, with ``rejection``, or with both.
-``awm...`` learn from clean images with the settings of ``clean_objectives.py``; there the old policy's matching errors
-are clipped. The second OCR engine reads as in ``cheap_rollouts.py``. Resumable, as ``training_runs.py`` says.
+takes, for each optimizer step from new images, one from the last N batches, ``replay_N_75`` three (a buffer of two
+batches has two); the ratio to the rollout's policy is clipped, as bypass mode does. ``current_N...`` learn in decoupled
+mode, with the actor as the old policy of what is replayed: without correction, with ``weights`` of whole windows, with
+``rejection``, or with both. ``awm...`` learn from clean images with the settings of ``clean_objectives.py``; there the
+old policy's matching errors are clipped. The second OCR engine reads as in ``cheap_rollouts.py``. Resumable, as
+``training_runs.py`` says.
 """
 
 import json
@@ -103,7 +104,7 @@ def main() -> int:
     if arguments.report:
         runs = load(SETTINGS, RESULTS)
         write_table(PAGE, RESULTS, table(runs))
-        plot_curves({name: runs[name] for name in SHOWN if name in runs}, SHOWN, PLOT)
+        plot_curves(runs, {name: how for name, how in SHOWN.items() if name in runs}, PLOT, unit="batches drawn")
         return 0
     failed = run_missing(study(), arguments.only, arguments.seeds, arguments.jobs)
     print(table(load(SETTINGS, RESULTS)))
