@@ -18,9 +18,10 @@ from flowgrpo_rc.rollout.pool import EngineWork
 from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
 from flowgrpo_rc.trainer.timer import Timeline, peak_memory, speed
 
-STAGES = "rollout|probe|reward|score|correct|advantage|update|sync|validate|save|log"
+STAGES = "rollout|probe|reward|score|correct|advantage|update|replay|sync|validate|save|log"
 PLACEHOLDERS = {
     "t": r"[\d.e+-]+",
+    "age": r"\d+",
     "reward": r"(?!(?:mean|std|max|min|group_std_mean|zero_std_fraction)(?:$|/))\w+",
     "part": r"\w+",
     "option": "|".join(RS_OPTIONS),
@@ -55,7 +56,8 @@ def logged(finished_run, tmp_path_factory):
 
 
 def _names_of_a_run_with_other_options(folder):
-    """Calibrated bands, an engine with an old adapter and a short tail, and a reward that says what it is made of."""
+    """Calibrated bands, an engine with an old adapter and a short tail, scouts, a replay buffer, and a reward that says
+    what it is made of."""
     from flowgrpo_rc import FlowGRPOTrainer, compose
 
     reward = folder / "reward.py"
@@ -69,6 +71,9 @@ def _names_of_a_run_with_other_options(folder):
         "algorithm.rollout_correction.rollout_rs_threshold=auto",
         "actor_rollout_ref.rollout.adapter_lag=1",
         "actor_rollout_ref.rollout.tail.steps=0.5",
+        "actor_rollout_ref.rollout.scout.n=6",
+        "actor_rollout_ref.rollout.scout.redraw=true",
+        "algorithm.replay.batches=1",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "trainer.val_before_train=false",
         f"trainer.default_local_dir={folder / 'run'}",
@@ -77,7 +82,7 @@ def _names_of_a_run_with_other_options(folder):
     settings = [own if "reward_function.path" in setting else setting for setting in SMALL_RUN]
     trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", [*settings, *overrides]))
     try:
-        return {*trainer.train_step(), *trainer._validate()}
+        return {*trainer.train_step(), *trainer.train_step(), *trainer._validate()}
     finally:
         trainer.run.engine.close()
         trainer.folder.close()
