@@ -71,8 +71,8 @@ SHOWN = {
 """Settings of the figure, with their labels and colours."""
 HEADER = (
     "| setting | held out after 20, 40, 60 batches, by seed | batches drawn to .85 | forwards to .85 "
-    "| replayed steps with a gradient | effective sample size | read right (own OCR / tesseract) |"
-    "\n|---|---|---|---|---|---|---|"
+    "| replayed steps with a gradient, last batch | read right (own OCR / tesseract) |"
+    "\n|---|---|---|---|---|---|"
 )
 
 
@@ -95,7 +95,7 @@ def forwards(setting: str) -> float:
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     drawing = sum(rollout.forwards_per_image(clean=actor.diffusion_loss.objective.clean))
     minis = config.mini_batches
-    replayed = config.algorithm.replay.optimizer_steps(STEPS, minis) / (STEPS * minis)
+    replayed = config.algorithm.replay.optimizer_steps(STEPS, minis, rollout.staleness) / (STEPS * minis)
     return drawing + UPDATE * (actor.ppo_epochs + replayed)
 
 
@@ -124,7 +124,6 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
             ", ".join("never" if number is None else f"{number:.0f}" for number in reached),
             f"{fmean(whole) * forwards(setting):.0f}" if len(whole) == len(group) else "",
             mean_of(group, "replay/teaching_fraction"),
-            mean_of(group, "replay/eff_sample_size"),
             f"{read['reward_engine']:.2f} / {read['tesseract']:.2f}",
         ]
         lines.append(f"| `{setting}` | {' | '.join(cells)} |")
@@ -132,8 +131,8 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def mean_of(group: list[dict[str, Any]], name: str) -> str:
-    """Mean of a metric over the batches of all runs; empty where they have none."""
-    values = [run["metrics"][name] for run in group if name in run["metrics"]]
+    """Mean of a metric over the last batch of all runs; empty where they have none."""
+    values = [run["replayed_last"][name] for run in group if name in run["replayed_last"]]
     return f"{fmean(values):.2f}" if values else ""
 
 
