@@ -51,6 +51,7 @@ def test_a_batch_has_the_pairs_of_its_prompts(settings, pairs, small_config):
     trainer.run.engine.generate = lambda *_: pytest.fail("drawn")
     request = trainer.rollouts.next(0)
     batch, images = trainer._rollout(request)
+    trainer._noise(batch, request, torch.arange(len(batch)))
     height, width = images.shape[1:3]
     for row, image in enumerate(images):
         prompt = request.prompts[row // 2].prompt
