@@ -218,17 +218,17 @@ def rows_of(request: RolloutRequest, rows: Tensor) -> RolloutRequest:
     an engine computes on the same shapes."""
     # Embeddings of long prompts are the largest part of a request, so only those shown are sent.
     prompts, index = request.prompt_index[rows].cpu().unique(return_inverse=True)
-    first = int(rows[0])
+    chosen = rows.tolist()
     starts = request.window_starts
     return replace(
         request,
         conditioning=request.conditioning.rows(prompts, torch.device("cpu")),
         prompt_index=index,
-        seeds=list(request.seeds[first : first + len(rows)]),
-        start_seeds=None if request.start_seeds is None else list(request.start_seeds[first : first + len(rows)]),
+        seeds=[request.seeds[row] for row in chosen],
+        start_seeds=None if request.start_seeds is None else [request.start_seeds[row] for row in chosen],
         window_starts=None if starts is None else starts[rows].cpu(),
         on_images=None,
-        request_id=f"{request.request_id}/{first}",
+        request_id=f"{request.request_id}/{chosen[0]}",
     )
 
 

@@ -14,6 +14,7 @@ from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.rollout import RolloutPool, RolloutRequest
+from flowgrpo_rc.rollout.base import rows_of
 from flowgrpo_rc.rollout.pool import PendingRollout
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_rollout
 from flowgrpo_rc.rollout.seeds import IMAGE, NOISING, START, WINDOW, generator_for, seed_for
@@ -36,7 +37,7 @@ class BatchRequest:
 
     @property
     def asked(self) -> RolloutRequest:
-        """What is drawn first."""
+        """The request that is drawn first."""
         return self.scouts or self.request
 
 
@@ -120,16 +121,7 @@ class RolloutQueue:
 
     def redraw(self, batch: BatchRequest, rows: Int[Tensor, " M"]) -> tuple[TensorDict, UInt8[Tensor, "M H W 3"]]:
         """Draw some images of a batch as they are learned from, from the noise of their scouts; returns as ``draw``."""
-        request = batch.request
-        starts = request.window_starts
-        answer = self._run.generate(
-            replace(
-                request,
-                prompt_index=request.prompt_index[rows],
-                seeds=[request.seeds[row] for row in rows.tolist()],
-                window_starts=None if starts is None else starts[rows],
-            )
-        )
+        answer = self._run.generate(rows_of(batch.request, rows))
         assert answer.batch is not None
         return answer.batch, answer.images
 
