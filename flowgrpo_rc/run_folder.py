@@ -40,7 +40,8 @@ class RunFolderError(RuntimeError):
 
 
 class RunFolder:
-    """The paths of one run: metrics, timeline, configuration, samples, plots, checkpoints and the final LoRAs."""
+    """The paths of one run: metrics, timeline, configuration, samples, plots, checkpoints, replay buffer and the final
+    LoRAs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -52,6 +53,7 @@ class RunFolder:
         self.plots = root / "plots"
         self.profile = root / "profile"
         self.checkpoints = root / "checkpoints"
+        self.replay = root / ".replay"
         self.lora = root / "lora"
         self.lora_ema = root / "lora_ema"
         self.lock: RunLock | None = None  # held by the process that writes the folder

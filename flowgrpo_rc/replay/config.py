@@ -18,7 +18,7 @@ OLD_POLICIES = ("kept", "current")
 class ReplayConfig(Section):
     """Learn again from the images of earlier batches, after those of the new one.
 
-    The buffer holds the mini-batches of the last ``batches`` batches, in the folder ``replay/`` of the run.
+    The buffer holds the mini-batches of the last ``batches`` batches, in the folder ``.replay/`` of the run.
     """
 
     section = "algorithm.replay"

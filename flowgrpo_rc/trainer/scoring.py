@@ -110,8 +110,8 @@ def best_and_worst(
 def chosen_scouts(
     advantages: Float[Tensor, " B"], group: Int[Tensor, " B"], keep: int, select: str, seed: int, step: int
 ) -> Int[Tensor, " M"]:
-    """Rows of the ``keep`` images of each group that are learned from, in their order; ``select`` is that of
-    ``rollout.scout``. Random ones depend on ``seed``, ``step`` and the group's number alone."""
+    """Rows of the ``keep`` images of each group that are learned from, in their order. ``select`` is
+    ``rollout.scout.select``. Random ones depend on ``seed``, ``step`` and the group's number alone."""
     rows = []
     for one in group.unique():
         own = (group == one).nonzero().flatten()

@@ -38,6 +38,7 @@ from flowgrpo_rc.rollout.build import check_engine, check_placement
 from flowgrpo_rc.rollout.config import EMULATED, PipelineConfig, RolloutConfig, Share
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.weights import check_kernels, on_device
+from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
 from flowgrpo_rc.trainer.checkpoint import fingerprint, random_states, restore_random_states
@@ -52,9 +53,6 @@ from flowgrpo_rc.trainer.encoding import (
     references_digest,
 )
 from flowgrpo_rc.trainer.memory import check_memory
-
-REPLAY = ".replay"
-"""Folder of the replay buffer in a run's; hidden, so that it is nobody's own."""
 
 
 class Run:
@@ -132,6 +130,9 @@ class Run:
         # Accelerate knows no tracker ``console``, and takes ``None`` for no trackers.
         trackers = [name for name in trainer.logger if LOGGERS[name] is not None] or None
         self.accelerator = make_accelerator(config, log_with=trackers, project_dir=project_dir)
+        # A fresh run may have had to take another folder, which the main process alone knows.
+        self.folder = RunFolder(Path(broadcast_object_list([project_dir])[0]))
+        """Paths of the run, the same on all processes."""
         require_agreement(settings_of(config, self.train_prompts, self.val_prompts))
         if self._trains:
             config.check_processes(self.accelerator.num_processes)
@@ -167,7 +168,7 @@ class Run:
         if self.accelerator.is_main_process and self.reward.server is None:
             # Each mix once, with the first of its sets.
             self._try_own_rewards(dict(reversed(scored)))
-        self._load_model(project_dir)
+        self._load_model()
         self.fingerprint = fingerprint(config, self.model, self.reward, references_digest(self.train_prompts))
         require_agreement({"model or reward": self.fingerprint})
         mode = ModeInForce.configured(config.actor_rollout_ref.actor)
@@ -215,7 +216,7 @@ class Run:
         # Engines in other processes need the memory of models that the trial has loaded.
         torch.cuda.empty_cache()
 
-    def _load_model(self, project_dir: str) -> None:
+    def _load_model(self) -> None:
         """Load the model, and build encoder, engine and actor. Prompts are encoded before the transformer is read, so
         that it and the text encoders are never in memory together."""
         parts = self.config.actor_rollout_ref
@@ -242,11 +243,9 @@ class Run:
         # Without training the adapters that an engine gets have nothing to do with each other.
         decay = algorithm.old_decay if self._trains and algorithm.averages_old_policy else None
         self.adapter = AdapterSync(self.engine, self.actor, rollout.staleness, rollout.ahead, decay)
-        # A fresh run may have had to take another folder, which the main process knows.
-        folder = Path(broadcast_object_list([project_dir])[0]) / REPLAY
         together = 2 if parts.actor.diffusion_loss.objective.paired else 1
         seed = self.config.rollout_seed
-        self.replay = ReplayBuffer(folder, replay, seed, recorded_settings(self.config), together)
+        self.replay = ReplayBuffer(self.folder.replay, replay, seed, recorded_settings(self.config), together)
 
 
 def recorded_settings(config: FlowGRPOConfig) -> dict[str, Any]:

@@ -99,6 +99,8 @@ class FlowGRPOTrainer:
         run = self.run
         self.accelerator = run.accelerator
         self._main = self.accelerator.is_main_process
+        if not self._main:
+            self.folder = run.folder
         self._fitted = False
         self.timer = StageTimer(self.accelerator.device)
         self.logger = RunLogger(self.folder, self.accelerator, list(trainer.logger), run.total_steps)
@@ -153,16 +155,8 @@ class FlowGRPOTrainer:
         rows = torch.arange(len(batch))
         advantage_metrics: dict[str, float] = {}
         if scouts.n:
-            # Chosen by advantages within all images, before any work on those that are left out.
-            with self.timer("advantage"):
-                rows, advantage_metrics = self._choose(scored, batch)
-            if request.scouts is None:
-                batch = batch[rows]
-            else:
-                batch, redrawn = self._redraw(request, rows, scored)
-                sync_metrics = self._probe(batch, request)
-                advantage_metrics |= redrawn
-            advantage_metrics |= self._selection(batch)
+            # Before any work on the images that are left out.
+            rows, batch, advantage_metrics = self._choose(scored, batch, request)
         with self.timer("score"):
             if self.mode.objective.clean:
                 self._noise(batch, request, rows)
@@ -209,21 +203,26 @@ class FlowGRPOTrainer:
         size = (asked.conditioning.height, asked.conditioning.width)
         noise_images(batch, seeds, clean, self.run.model, size, asked.num_inference_steps)
 
-    def _choose(self, scored: RewardResult, batch: TensorDict) -> tuple[Int[Tensor, " M"], dict[str, float]]:
-        """Rows of the scouts that are learned from, and the rewards' metrics; the batch gets the advantages of all."""
-        batch[Key.ADVANTAGES], metrics = self._advantages(scored, batch, None)
+    def _choose(
+        self, scored: RewardResult, batch: TensorDict, request: BatchRequest
+    ) -> tuple[Int[Tensor, " M"], TensorDict, dict[str, float]]:
+        """Choose the scouts that are learned from, by advantages within all of them. Returns their places among all
+        that were drawn, their batch with advantages, and metrics."""
         rollout = self.config.actor_rollout_ref.rollout
-        where = (self.config.rollout_seed, self.step)
-        rows = chosen_scouts(batch[Key.ADVANTAGES], batch[Key.GROUP], rollout.n, rollout.scout.select, *where)
-        return rows, metrics
-
-    def _selection(self, batch: TensorDict) -> dict[str, float]:
-        """What the choice of scouts has done to the advantages, whose baseline is the mean of all."""
+        with self.timer("advantage"):
+            batch[Key.ADVANTAGES], metrics = self._advantages(scored, batch, None)
+            where = (self.config.rollout_seed, self.step)
+            rows = chosen_scouts(batch[Key.ADVANTAGES], batch[Key.GROUP], rollout.n, rollout.scout.select, *where)
+        if request.scouts is None:
+            batch = batch[rows]
+        else:
+            batch, redrawn = self._redraw(request, rows, scored)
+            metrics |= redrawn | self._probe(batch, request)
+        # Their baseline is the mean of all, so that this shows what the choice shifts.
         learned = self._gather(batch[Key.ADVANTAGES]).double()
-        return {
-            "scout/advantage_mean": float(learned.mean()),
-            "scout/advantage_std": float(learned.std(correction=0)),
-        }
+        metrics["scout/advantage_mean"] = float(learned.mean())
+        metrics["scout/advantage_std"] = float(learned.std(correction=0))
+        return rows, batch, metrics
 
     def _redraw(
         self, request: BatchRequest, rows: Int[Tensor, " M"], scored: RewardResult

@@ -176,6 +176,8 @@ def settings_of(kind):
 
 
 KINDS = ("bypass", "decoupled", "awm", "dpo")
+FOLDERS = {"dpo": "dpo-2"}
+"""Folders of runs whose own was in use."""
 
 
 def main(folder):
@@ -188,6 +190,9 @@ def main(folder):
 def on_two(tmp_path_factory):
     """The folder of a run of each kind on two gloo processes."""
     folder = tmp_path_factory.mktemp("on_two")
+    # An earlier run was here, so that this one has to take another folder.
+    (folder / "dpo").mkdir()
+    (folder / "dpo" / "metrics.jsonl").write_text("{}\n")
     done = run_process(*TORCHRUN, __file__, folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr[-3000:]
     assert " ".join(done.stdout.split()).count("on 2 process(es)") == len(KINDS)
@@ -202,14 +207,24 @@ def test_two_processes_give_the_update_of_one(small_config, on_two, kind):
     trainer = FlowGRPOTrainer(small_config(*settings_of(kind)))
     start = {file_name(n): v.clone() for n, v in adapter_state(trainer.run.actor.transformer).items()}
     one = trainer.fit().root
-    single, double = rows_of(one), rows_of(on_two / kind)
+    two = on_two / FOLDERS.get(kind, kind)
+    single, double = rows_of(one), rows_of(two)
     assert (0.1 < single[-1]["actor/kept_fraction"] < 0.9) is (kind == "decoupled")
     assert_close_rows(double, single)
     learned = adapter_of(one)
-    update, apart = distance(start, learned), distance(adapter_of(on_two / kind), learned)
+    update, apart = distance(start, learned), distance(adapter_of(two), learned)
     assert update > 1e-3
     # the update of other images, or of half of them, would be about as far away as it is long
     assert apart < adam() * update
+
+
+@pytest.mark.process
+def test_processes_keep_one_replay_buffer_also_in_a_folder_of_another_name(on_two):
+    """The checkpoint has the rows of both, and the folder that was in use is as it was."""
+    newest = (on_two / "dpo-2" / "checkpoints" / "latest").read_text()
+    held = names(on_two / "dpo-2" / "checkpoints" / newest / "replay")
+    assert held == [f"step_1.{number}.{process}.pt" for number in range(2) for process in range(2)]
+    assert names(on_two / "dpo") == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
