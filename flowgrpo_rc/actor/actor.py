@@ -79,8 +79,8 @@ class UpdateResult:
     optimizer_steps: int
     """Steps taken. A mini-batch that rejection empties takes none."""
     mini_batches: list[MiniBatch]
-    """As given, without images that have no gradient, and in decoupled mode with their old policy. Another update with
-    them is a further epoch, if this one was told to ``keep_old``."""
+    """As given, without images that have no gradient, and in decoupled mode with their old policy. After an update with
+    ``keep_old`` another update with them is a further epoch."""
     log_probs: list[Float[Tensor, "_ W"]]
     """The current policy's of each mini-batch in the last epoch, before its optimizer step; on the host."""
 
@@ -311,20 +311,20 @@ class DiffusionActor:
         epochs = self.config.ppo_epochs if epochs is None else epochs
         update = _Update(batch, steps, mode, gap or MetricAccumulator(), keeps_old=keep_old or epochs > 1)
         mini_batches = list(mini_batches)
-        log_probs: dict[int, Tensor] = {}
+        log_probs: list[Tensor] = []
         metrics: list[LossMetrics] = []
         norms: list[float] = []
         for _ in range(epochs):
+            log_probs = []
             for number, mini in enumerate(mini_batches):
                 # The mini-batch returns with its old policy, which later epochs must reuse.
                 done = self._optimizer_step(update, mini)
                 mini_batches[number] = done.mini
-                log_probs[number] = done.log_probs
+                log_probs.append(done.log_probs)
                 metrics.append(done.metrics)
                 if done.norm is not None:
                     norms.append(done.norm)
-        found = self._metrics(metrics, norms, update)
-        return UpdateResult(found, len(norms), mini_batches, [log_probs[number] for number in sorted(log_probs)])
+        return UpdateResult(self._metrics(metrics, norms, update), len(norms), mini_batches, log_probs)
 
     def _optimizer_step(self, update: "_Update", mini: MiniBatch) -> "_Step":
         """Accumulate one mini-batch, reduce over ranks, divide, clip, step."""

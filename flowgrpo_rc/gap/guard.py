@@ -11,23 +11,15 @@ from typing import Any
 from accelerate import PartialState
 
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.gap.safety import (
-    CLIP,
-    ENGINE_GAP,
-    LIMITS,
-    REJECTED,
-    REPLAY_TEACHES,
-    TEACHING_METRIC,
-    ZEROED,
-    remedy,
-)
+from flowgrpo_rc.gap.safety import CLIP, ENGINE_GAP, LIMITS, REJECTED, REPLAY_TEACHES, ZEROED, remedy
 
 # Share of importance weights set to 0.
 ZERO_WEIGHTS = ("rollout_corr/rollout_is_oob_ratio", "actor/rollout_corr/rollout_is_oob_ratio")
 ENGINE_GAP_METRIC = "rollout_sync/engine_gap_per_dimension"
+OUTSIDE_CLIP_METRIC = "rollout_sync/outside_clip"
+TEACHING_METRIC = "replay/teaching_fraction"
 _REPLAY = "replay"
 """Its count and warning, beside those of ``LIMITS``."""
-OUTSIDE_CLIP_METRIC = "rollout_sync/outside_clip"
 
 
 class Guard:

@@ -40,7 +40,6 @@ DRIFT = "drift"
 CLIP_AT_TIMESTEP = "clip_at_timestep"
 """The same as ``CLIP`` at one timestep. It has a remedy and no limit of its own."""
 
-TEACHING_METRIC = "replay/teaching_fraction"
 REPLAY_TEACHES = 0.1
 """Least share of the steps from the replay buffer that should have a gradient: below it a buffer costs time for
 nothing."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from flowgrpo_rc.actor import UpdateResult
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, OldPolicy, optional
-from flowgrpo_rc.correction.plan import SAFETY_BOUND
+from flowgrpo_rc.correction.numerics.weights import row_sum, safe_exp
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.replay import ReplayBuffer, Replayed
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest
@@ -61,13 +61,15 @@ class Replay:
         """
         ages: list[int] = []
         found: list[dict[str, float]] = []
+        taken = 0
         for entry in self.buffer.choose(step, self._config.due(step, self._run.config.mini_batches)):
             replayed = self.buffer.read(entry, self._texts)
             if replayed is not None:
+                steps, figures = self._learn_from(replayed, mode)
+                taken += steps
                 ages.append(step - entry.step)
-                found.append(self._learn_from(replayed, mode))
-        taken = sum(figures.pop("optimizer_steps") for figures in found)
-        metrics = {"replay/optimizer_steps": taken, "replay/buffer": float(len(self.buffer.entries))}
+                found.append(figures)
+        metrics = {"replay/optimizer_steps": float(taken), "replay/buffer": float(len(self.buffer.entries))}
         if not found:
             return metrics
         metrics |= {"replay/age": sum(ages) / len(ages)} | {f"replay/{name}": v for name, v in _means(found).items()}
@@ -96,8 +98,8 @@ class Replay:
             minis = [mini._replace(old=None) for mini in minis]
         self.buffer.add(batch, minis, places, texts, step=step, staleness=staleness)
 
-    def _learn_from(self, replayed: Replayed, mode: ModeInForce) -> dict[str, float]:
-        """Take one optimizer step from a mini-batch; returns its figures."""
+    def _learn_from(self, replayed: Replayed, mode: ModeInForce) -> tuple[int, dict[str, float]]:
+        """Take an optimizer step from a mini-batch; returns 1, or 0 if rejection empties it, and its figures."""
         run = self._run
         batch = replayed.batch
         places = list(dict.fromkeys(replayed.prompts))
@@ -115,7 +117,7 @@ class Replay:
             batch[Key.ROLLOUT_LOG_PROBS] = drawn
         with self._naming(batch, prompts):
             update = run.actor.update(batch, cond, [mini], mode, epochs=1)
-        return self._figures(drawn, update)
+        return update.optimizer_steps, self._figures(drawn, update)
 
     def _old(self, replayed: Replayed, mode: ModeInForce) -> OldPolicy | None:
         """The old policy; ``None``: the current one, which the update's own forward pass supplies."""
@@ -129,11 +131,7 @@ class Replay:
         the log-probs of the policy that drew."""
         metrics = update.metrics
         kept = metrics["actor/kept_fraction"]
-        figures = {
-            "optimizer_steps": float(update.optimizer_steps),
-            "kept_fraction": kept,
-            "teaching_fraction": kept - metrics["actor/pg_clipfrac_inert"],
-        }
+        figures = {"kept_fraction": kept, "teaching_fraction": kept - metrics["actor/pg_clipfrac_inert"]}
         if drawn is not None:
             weights = self._gather(window_weights(update.log_probs[0], drawn[update.mini_batches[0].rows]))
             figures["weight_mean"] = float(weights.mean())
@@ -143,8 +141,7 @@ class Replay:
 
 def window_weights(log_probs: Float[Tensor, "M W"], rollout_log_probs: Float[Tensor, "M W"]) -> Float[Tensor, " M"]:
     """Importance weights ``pi_theta / pi_rollout`` of whole windows, in float64 and not truncated (SPEC 2)."""
-    log_ratio = (log_probs.double() - rollout_log_probs.double()).sum(1)
-    return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+    return safe_exp(row_sum(log_probs.double() - rollout_log_probs.double()))
 
 
 def _means(rows: list[dict[str, float]]) -> dict[str, float]:

@@ -6,8 +6,7 @@ import pytest
 
 from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.cli.compose import compose
-from flowgrpo_rc.gap.guard import Guard
-from flowgrpo_rc.gap.safety import TEACHING_METRIC
+from flowgrpo_rc.gap.guard import TEACHING_METRIC, Guard
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 RC = "algorithm.rollout_correction"
