@@ -18,6 +18,7 @@ from flowgrpo_rc.planner.settings import RECOMPUTE
 from flowgrpo_rc.planner.text import describe
 from flowgrpo_rc.planner.work import StepFlops, seconds_at_peak, step_flops, step_time
 from flowgrpo_rc.rollout.config import ProbeConfig, VllmOmniConfig
+from flowgrpo_rc.rollout.scout import ScoutConfig
 from flowgrpo_rc.trainer import memory as planned
 
 pytestmark = pytest.mark.slow
@@ -250,6 +251,14 @@ def test_work_of_a_step_by_hand(run, plan):
     scored = step_flops(plan.of_run(replace(run, scored_share=0.5)))
     assert scored.score == pytest.approx((32 + 4) * 2 * forward)
     assert step_flops(plan.of_run(replace(run, draws=False))) == replace(flops, rollout=0)
+    scouts = run.with_rollout(scout=ScoutConfig(n=16))
+    assert step_flops(plan.of_run(scouts)) == replace(flops, rollout=pytest.approx(2 * flops.rollout))
+    redrawn = run.with_rollout(scout=ScoutConfig(n=16, redraw=True, steps=4))
+    looked_at = 128 * (4 * forward + decode)
+    assert step_flops(plan.of_run(redrawn)) == replace(flops, rollout=pytest.approx(looked_at + flops.rollout))
+    # No engine draws them one batch ahead, which a run with them refuses.
+    assert "split" not in describe(plan.of_run(redrawn), Gpus(4, 80), [1, 2])
+    assert "split" in describe(plan, Gpus(4, 80), [1, 2])
     again = step_flops(plan.of_run(replace(run, replayed=3.0)))
     assert again == replace(flops, update=pytest.approx(4 * flops.update))
     time = step_time(flops, run, Gpus(2, 80))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests_support import adapter_of, before_step, power_cut, rows_of, same
 
+from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.run
@@ -52,6 +53,33 @@ def test_a_resumed_run_equals_an_undisturbed_one(small_config, kind):
     resumed = second.fit().root
     assert rows_of(resumed) == rows_of(whole)
     assert same(adapter_of(resumed), adapter_of(whole))
+
+
+REJECTING = (
+    "algorithm.rollout_correction.bypass_mode=false",
+    "algorithm.rollout_correction.rollout_is=sequence",
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold='0.9998_1.0002'",
+)
+
+
+@pytest.mark.parametrize("settings", [(), REJECTING, KINDS["clean"]], ids=["bypass", "decoupled", "clean"])
+def test_learning_from_a_batch_again_at_once_is_a_second_epoch(small_config, settings):
+    """Bit for bit, by the trainer's own way through the buffer."""
+    alike = (*settings, "trainer.val_before_train=false", "actor_rollout_ref.actor.optim.lr_scheduler_type=constant")
+    twice = FlowGRPOTrainer(small_config(*alike, "actor_rollout_ref.actor.ppo_epochs=2", folder="twice"))
+    twice.train_step()
+    again = FlowGRPOTrainer(small_config(*alike, *REPLAY, "algorithm.replay.select=newest", folder="again"))
+    again.train_step()
+    after_one = adapter_state(again.run.actor.transformer)
+    found = again.replay.learn(1, again.mode)
+    assert found["replay/optimizer_steps"] == 2
+    learned = adapter_state(again.run.actor.transformer)
+    assert same(learned, adapter_state(twice.run.actor.transformer))
+    assert not same(learned, after_one)
+    for trainer in (twice, again):
+        trainer.run.engine.close()
+        trainer.folder.close()
 
 
 def test_a_damaged_file_costs_its_mini_batch_and_a_line(small_config, capsys):
