@@ -3,11 +3,11 @@
     python benchmarks/replay.py --jobs 2 --seeds 1,2,3    # runs what is missing, then prints a table
     python benchmarks/replay.py --report                  # writes table and figure of docs/replay.md; runs nothing
 
-``once`` is the demo in bypass mode, for 60 batches. ``epochs`` learns twice from every batch at once. ``replay_N``
+``once`` is the demo in bypass mode, for 60 batches; ``whole_...`` run the demo's 150. ``epochs`` learns twice from every batch at once. ``replay_N``
 takes, for each optimizer step from new images, one from the last N batches, ``replay_N_75`` three (a buffer of two
 batches has two); the ratio to the rollout's policy is clipped, as bypass mode does. ``current_N...`` learn in decoupled
 mode, with the actor as the old policy of what is replayed: without correction, with ``weights`` of whole windows, with
-``rejection``, or with both. ``awm...`` learn from clean images with the settings of ``clean_objectives.py``; there the
+``rejection``, with both, or with ``auto``, both with a band that follows the gap. ``awm...`` learn from clean images with the settings of ``clean_objectives.py``; there the
 old policy's matching errors are clipped. The second OCR engine reads as in ``cheap_rollouts.py``. Resumable, as
 ``training_runs.py`` says.
 """
@@ -30,6 +30,7 @@ PLOT = HERE.parent / "docs" / "images" / "replay.png"
 STEPS = 60
 BATCHES = (1, 2, 4, 8)
 BAND = "0.999_1.001"
+WHOLE: Overrides = {"trainer.total_training_steps": 150}
 EPOCHS: Overrides = {"actor_rollout_ref.actor.ppo_epochs": 2}
 
 
@@ -49,11 +50,13 @@ SETTINGS: dict[str, Overrides] = {
     "epochs": FULL | EPOCHS,
     **{f"replay_{n}": FULL | replay(n) for n in BATCHES},
     **{f"replay_{n}_75": FULL | replay(n, share=0.75) for n in BATCHES[1:]},
+    "whole_replay_2_75": FULL | replay(2, share=0.75) | WHOLE,
     "replay_4_spread": FULL | replay(4, select="spread"),
     **{f"current_{n}": current(n) for n in BATCHES},
     **{f"current_{n}_weights": current(n, weights="sequence") for n in BATCHES},
     **{f"current_{n}_rejection": current(n, band=BAND) for n in BATCHES},
     **{f"current_{n}_both": current(n, weights="sequence", band=BAND) for n in BATCHES},
+    **{f"current_{n}_auto": current(n, weights="sequence", band="auto") for n in BATCHES},
     "awm": AWM,
     "awm_epochs": AWM | EPOCHS,
     **{f"awm_replay_{n}": AWM | replay(n) for n in BATCHES},

@@ -59,6 +59,7 @@ class Study:
     results: Path
     """The JSON-lines file of the results."""
     steps: int
+    """Batches of a run; a setting may have its own ``trainer.total_training_steps``."""
     extra: Callable[[Path], dict[str, Any]] | None = None
     """More figures from a finished run's folder."""
     keep: Path | None = None
@@ -67,7 +68,8 @@ class Study:
     def overrides(self, setting: str, seed: int) -> list[str]:
         """The command line's overrides of one run, without its folder."""
         seeds = {"trainer.seed": seed, "data.seed": seed}
-        values = {**self.common, **self.settings[setting], **seeds, "trainer.total_training_steps": self.steps}
+        values = {**self.common, **self.settings[setting], **seeds}
+        values.setdefault("trainer.total_training_steps", self.steps)
         return [f"{key}={_hydra(value)}" for key, value in values.items() if key not in (PROGRAM, THROUGH)]
 
     def program(self, setting: str) -> list[str]:
