@@ -3,13 +3,15 @@
     python benchmarks/replay.py --jobs 2 --seeds 1,2,3    # runs what is missing, then prints a table
     python benchmarks/replay.py --report                  # writes table and figure of docs/replay.md; runs nothing
 
-``once`` is the demo in bypass mode, for 60 batches; ``whole_...`` run the demo's 150. ``epochs`` learns twice from every batch at once. ``replay_N``
-takes, for each optimizer step from new images, one from the last N batches, ``replay_N_75`` three (a buffer of two
-batches has two); the ratio to the rollout's policy is clipped, as bypass mode does. ``current_N...`` learn in decoupled
-mode, with the actor as the old policy of what is replayed: without correction, with ``weights`` of whole windows, with
-``rejection``, with both, or with ``auto``, both with a band that follows the gap. ``awm...`` learn from clean images with the settings of ``clean_objectives.py``; there the
-old policy's matching errors are clipped. The second OCR engine reads as in ``cheap_rollouts.py``. Resumable, as
-``training_runs.py`` says.
+``once`` is the demo in bypass mode, for 60 batches; ``whole_...`` run the demo's 150. ``epochs`` learns twice from
+every batch at once. ``replay_N`` takes, for each optimizer step from new images, one from the last N batches,
+``replay_N_75`` three (a buffer of two batches has two); the ratio to the rollout's policy is clipped, as bypass mode
+does. ``current_N...`` learn in decoupled mode, with the actor as the old policy of what is replayed: without
+correction, with ``weights`` of whole windows, with ``rejection``, with both, or with ``auto``, both with a band that
+follows the gap. ``awm...`` learn from clean images with the settings of ``clean_objectives.py``; there the old policy's
+matching errors are clipped. ``scouts_N`` learn from the extremes of N images a prompt (``random``: from any),
+``redrawn`` from those that an fp8 engine's scouts have chosen, and ``corrected`` with weights from the fp8 engine's
+own. The second OCR engine reads as in ``cheap_rollouts.py``. Resumable, as ``training_runs.py`` says.
 """
 
 import json
@@ -20,7 +22,7 @@ from typing import Any
 
 from cheap_rollouts import FULL, UPDATE
 from clean_objectives import EACH, batches_to, objective
-from learning import COMMON, correction, plot_curves
+from learning import COMMON, DECOUPLED_IS, FP8, ROLLOUT, correction, plot_curves
 from second_ocr import held_out_numbers, second_ocr
 from training_runs import CONFIG, HERE, Overrides, Study, by_seed, load, run_missing, study_arguments, write_table
 
@@ -44,7 +46,13 @@ def current(batches: int, *, weights: str | None = None, band: str | None = None
     return correction(bypass=False, weights=weights, band=band) | replay(batches, old_policy="current")
 
 
+def scouts(number: int, **settings: Any) -> Overrides:
+    """So many scouts a prompt, of which 12 are learned from."""
+    return {f"{ROLLOUT}.scout.n": number} | {f"{ROLLOUT}.scout.{name}": value for name, value in settings.items()}
+
+
 AWM = objective("awm")
+IN_FP8 = {"redraw": True, "engine.quantization": "fp8_emulated"}
 SETTINGS: dict[str, Overrides] = {
     "once": FULL,
     "epochs": FULL | EPOCHS,
@@ -57,6 +65,10 @@ SETTINGS: dict[str, Overrides] = {
     **{f"current_{n}_rejection": current(n, band=BAND) for n in BATCHES},
     **{f"current_{n}_both": current(n, weights="sequence", band=BAND) for n in BATCHES},
     **{f"current_{n}_auto": current(n, weights="sequence", band="auto") for n in BATCHES},
+    **{f"scouts_{n}": FULL | scouts(n) for n in (24, 48)},
+    "scouts_24_random": FULL | scouts(24, select="random"),
+    **{f"scouts_{n}_redrawn": FULL | scouts(n, **IN_FP8) for n in (24, 48)},
+    **{f"scouts_{n}_corrected": DECOUPLED_IS | FP8 | scouts(n) for n in (24, 48)},
     "awm": AWM,
     "awm_epochs": AWM | EPOCHS,
     **{f"awm_replay_{n}": AWM | replay(n) for n in BATCHES},
@@ -91,12 +103,14 @@ def after_training(folder: Path) -> dict[str, Any]:
 
 
 def forwards(setting: str) -> float:
-    """Transformer forwards of an image and batch, a backward counting as one."""
+    """Transformer forwards of an image that is learned from and batch, a backward counting as one."""
     from flowgrpo_rc.cli.compose import compose
 
     config = compose(CONFIG, study().overrides(setting, 1))
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     drawing = sum(rollout.forwards_per_image(clean=actor.diffusion_loss.objective.clean))
+    scouts = rollout.drawn / rollout.n
+    drawing = drawing + scouts * rollout.scout_steps if rollout.scout.redraw else drawing * scouts
     minis = config.mini_batches
     replayed = config.algorithm.replay.optimizer_steps(STEPS, minis, rollout.staleness) / (STEPS * minis)
     return drawing + UPDATE * (actor.ppo_epochs + replayed)

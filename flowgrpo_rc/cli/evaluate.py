@@ -111,7 +111,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         # A launcher ends all processes as soon as one exits with a code other than 0.
         run.accelerator.wait_for_everyone()
     finally:
-        run.engine.close()
+        run.close_engines()
         run.end_rewards()
     return NEGATIVE if worse else 0
 

@@ -80,7 +80,7 @@ def run_command(arguments: argparse.Namespace) -> int:
             # A launcher ends all processes as soon as one exits with a code other than 0.
             trainer.accelerator.wait_for_everyone()
         finally:
-            trainer.run.engine.close()
+            trainer.run.close_engines()
     return {"safe": 0, "not safe": NEGATIVE, "not shown safe": NOT_SHOWN_SAFE}[result.advice.verdict]
 
 

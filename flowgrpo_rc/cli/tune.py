@@ -68,7 +68,7 @@ def run_command(arguments: argparse.Namespace) -> int:
             print("\n".join(write_files(arguments.out, (RESULT,), write, _measured)))
         finally:
             trainer.run.end_rewards()
-            trainer.run.engine.close()
+            trainer.run.close_engines()
     return 0
 
 

@@ -70,6 +70,7 @@ def _by_cost(plan: MemoryPlan, gpus: Gpus) -> Iterator[tuple[dict[str, Any], str
         yield {f"{ROLLOUT}.dtype": model.dtype}, "the engine shares the actor's weights"
     # Sharding goes only with an engine that computes with the actor's own transformer, and without compilation.
     same_kernels = rollout.rollout_attn_backend == model.attn_backend and not rollout.torch_compile
+    same_kernels &= not rollout.has_scouts_engine
     shares = not run.samples_in_trainer or (run.shares_weights and same_kernels)
     if gpus.count > 1 and shares and not model.torch_compile and not fsdp.shard:
         yield {f"{FSDP}.shard": True}, "the GPUs share the frozen weights and gather them by blocks"

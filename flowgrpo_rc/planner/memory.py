@@ -23,6 +23,8 @@ MARGIN = 0.1
 # Most rows of a measured pass: a transformer that takes its rows one by one, as Z-Image's does, needs a second for
 # so many.
 MOST_ROWS = 32
+OWN_COPY = "engine's own copy of the transformer"
+ENGINES_LORA = "engine's LoRA"
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,16 @@ class MemoryPlan:
 
     def memory(self, run: PlannedRun, gpus: int) -> Memory:
         """Memory of ``run``, which has this plan's model, precisions and images, on one of so many GPUs."""
-        resident = {name: size for name, size in self._resident(run, gpus).items() if size}
-        engine = 0
-        # An engine elsewhere takes nothing here; the weights of one that sleeps count in a stage.
-        if run.has_engine_process(gpus):
-            awake = 0 if run.rollout.vllm_omni.sleep else self._engine_awake(run, gpus)
-            engine = self._lora(run.rollout.dtype) + ENGINE_RUNTIME + awake
-        return Memory(resident, self._stages(run, gpus), engine)
+        resident = self._resident(run, gpus)
+        stages = self._stages(run, gpus)
+        engine = self._engine_process(run, gpus)
+        if run.scouts is not None:
+            scouts = self.of_run(run.scouts)
+            found = scouts._resident(run.scouts, gpus)
+            resident |= {name.replace("engine's", "scouts'"): found[name] for name in (OWN_COPY, ENGINES_LORA)}
+            stages = {name: max(size, scouts._stages(run.scouts, gpus)[name]) for name, size in stages.items()}
+            engine += scouts._engine_process(run.scouts, gpus)
+        return Memory({name: size for name, size in resident.items() if size}, stages, engine)
 
     def settled(self, gpus: Gpus) -> "MemoryPlan":
         """This plan with ``enable_gradient_checkpointing=auto`` decided: true where the run does not fit without it."""
@@ -169,6 +174,14 @@ class MemoryPlan:
         """Return true if the run's update recomputes activations."""
         return run.model.checkpoints_gradients(self.sizes.parameters)
 
+    def _engine_process(self, run: PlannedRun, gpus: int) -> int:
+        """Bytes of an engine's process on one of the GPUs; 0 without one."""
+        # An engine elsewhere takes nothing here; the weights of one that sleeps count in a stage.
+        if not run.has_engine_process(gpus):
+            return 0
+        awake = 0 if run.rollout.vllm_omni.sleep else self._engine_awake(run, gpus)
+        return self._lora(run.rollout.dtype) + ENGINE_RUNTIME + awake
+
     def _resident(self, run: PlannedRun, gpus: int) -> dict[str, int]:
         sizes = self.sizes
         sharing = run.sharing(gpus)
@@ -181,12 +194,12 @@ class MemoryPlan:
         return {
             "transformer, own shard" if sharing > 1 else "transformer": own_share + sizes.buffers,
             "gathered blocks": self._gathered(run, gpus),
-            "engine's own copy of the transformer": self._own_copy(run) if in_process else 0,
+            OWN_COPY: self._own_copy(run) if in_process else 0,
             "LoRA": lora,
             "AdamW's two moments": self._moments(run),
             "average of the LoRA": lora if run.actor.ema_decay is not None else 0,
             "reference LoRA of the KL": lora if run.actor.needs_reference and run.actor.kl_reference == "start" else 0,
-            "engine's LoRA": self._lora(run.rollout.dtype) if in_process else 0,
+            ENGINES_LORA: self._lora(run.rollout.dtype) if in_process else 0,
             "VAE": sizes.vae,
         }
 

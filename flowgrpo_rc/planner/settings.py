@@ -6,8 +6,8 @@ from typing import Any
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.rollout.config import EMULATED, RolloutConfig, device_groups
-from flowgrpo_rc.rollout.engines import ENGINES
+from flowgrpo_rc.rollout.config import RolloutConfig, device_groups
+from flowgrpo_rc.rollout.engines import EMULATED, ENGINES
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -38,6 +38,11 @@ class PlannedRun:
         """The engine samples with the actor's own weights."""
         own = self.rollout.quantization is not None or self.rollout.merge_adapter
         return self.samples_in_trainer and self.rollout.dtype == self.model.dtype and not own
+
+    @property
+    def scouts(self) -> "PlannedRun | None":
+        """The run with the scouts' engine in the place of its own; ``None`` where they have none."""
+        return replace(self, rollout=self.rollout.of_scouts) if self.rollout.has_scouts_engine else None
 
     @property
     def engine_quantization(self) -> str | None:

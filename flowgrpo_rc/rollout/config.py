@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import Annotated, Any
@@ -14,8 +15,8 @@ from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rollout.cache import CacheConfig
-from flowgrpo_rc.rollout.engines import ENGINES
-from flowgrpo_rc.rollout.scout import ScoutConfig
+from flowgrpo_rc.rollout.engines import ENGINES, QUANTIZATIONS
+from flowgrpo_rc.rollout.scout import ScoutConfig, ScoutEngineConfig
 from flowgrpo_rc.rollout.tail import TailConfig
 from flowgrpo_rc.sde.types import SDE_TYPES
 from flowgrpo_rc.sde.window import SDEWindow, progressive_places
@@ -30,10 +31,6 @@ from flowgrpo_rc.section import (
     one_of,
 )
 
-EMULATED = "fp8_emulated"
-"""Rounds weights through fp8 and multiplies in the engine's dtype."""
-QUANTIZATIONS = ("fp8", "int8", EMULATED)
-"""How the ``diffusers`` engine may round its weights."""
 _HERE = "actor_rollout_ref.rollout"
 IN_TRAINER = "trainer"
 """The placement of an engine beside the actor."""
@@ -372,18 +369,11 @@ class RolloutConfig(Section):
         engine = ENGINES[self.name]
         is_vllm_omni = self.name == "vllm_omni"
         chosen = f"name={self.name}, placement={self.placement}"
-        # Another engine would ignore the setting, and its images would be compared under a wrong name.
-        if self.quantization is not None and not engine.quantizes:
-            able = ", ".join(name for name, entry in ENGINES.items() if entry.quantizes)
-            yield (
-                f"quantization: got {self.quantization}; only the {able} engine rounds its weights, so leave it null "
-                f"or set {_HERE}.name={able}"
-            )
-        for name, acts in (("merge_adapter", engine.quantizes), ("torch_compile", engine.compiles)):
-            if getattr(self, name) and not acts:
-                yield f"{name}: got true with name={self.name}, which does not know it; set it to false"
-        if self.quantization_skip is not None and self.quantization is None:
-            yield f"quantization_skip: got {self.quantization_skip} without a quantization; set it to null"
+        yield from self._weights_problems()
+        if self.has_scouts_engine:
+            yield from self._scouts_engine_problems()
+        if self.torch_compile and not engine.compiles:
+            yield f"torch_compile: got true with name={self.name}, which does not know it; set it to false"
         if self.torch_compile and self.cache.name is not None:
             yield (
                 f"torch_compile: got true with cache.name={self.cache.name}, which decides at every block; set one of "
@@ -451,6 +441,52 @@ class RolloutConfig(Section):
                     f"{_HERE}.{read}.{timeout.name}, so set that"
                 )
         yield from complaints(lambda: self.window, within=_HERE)
+
+    def _weights_problems(self) -> Iterator[str]:
+        """Weights of an engine that would ignore the setting, so that images would be compared under a wrong name."""
+        engine = ENGINES[self.name]
+        if self.quantization is not None and not engine.quantizes:
+            able = ", ".join(name for name, entry in ENGINES.items() if entry.quantizes)
+            yield (
+                f"quantization: got {self.quantization}; only the {able} engine rounds its weights, so leave it null "
+                f"or set {_HERE}.name={able}"
+            )
+        if self.merge_adapter and not engine.quantizes:
+            yield f"merge_adapter: got true with name={self.name}, which does not know it; set it to false"
+        if self.quantization_skip is not None and self.quantization is None:
+            yield f"quantization_skip: got {self.quantization_skip} without a quantization; set it to null"
+
+    def _scouts_engine_problems(self) -> Iterator[str]:
+        """A second engine that cannot be, or that has the weights of the first one."""
+        given = self.scout.engine.given
+        if not ENGINES[self.name].takes_actors_transformer:
+            name, value = next(iter(given.items()))
+            yield (
+                f"scout.engine.{name}: got {value} with name={self.name}, of which a run has one; set it to null, or "
+                f"{_HERE}.name=diffusers"
+            )
+            return
+        found = list(self.of_scouts._weights_problems())
+        # What is wrong with the run's own engine is said once.
+        yield from (f"scout.engine.{problem}" for problem in found if problem not in list(self._weights_problems()))
+        if all(getattr(self, name) == value for name, value in given.items()):
+            name, value = next(iter(given.items()))
+            yield f"scout.engine.{name}: got {value}, as the run's engine has it; set it to null, or another value"
+
+    @property
+    def has_scouts_engine(self) -> bool:
+        """Scouts have an engine of their own."""
+        return bool(self.scout.redraw and self.scout.engine.given)
+
+    @property
+    def of_scouts(self) -> RolloutConfig:
+        """The section as the engine of the scouts has it."""
+        # Not ``replace``, which would check the section from within its own check.
+        scouts = copy(self)
+        scouts.scout = replace(self.scout, engine=ScoutEngineConfig())
+        for name, value in self.scout.engine.given.items():
+            setattr(scouts, name, value)
+        return scouts
 
     @property
     def drawn(self) -> int:
@@ -621,13 +657,16 @@ def shared_weights_problems(model: ModelConfig, rollout: RolloutConfig, reason: 
     # An engine elsewhere has a transformer of its own, whose attention is its own too.
     if not rollout.is_elsewhere:
         same["rollout_attn_backend"] = model.attn_backend
-    for name, value in same.items():
-        if getattr(rollout, name) != value:
-            got = "true" if getattr(rollout, name) is True else getattr(rollout, name)
+    found = {f"rollout.{name}": (getattr(rollout, name), value) for name, value in same.items()}
+    if rollout.has_scouts_engine:
+        of_scouts = rollout.scout.engine.given.items()
+        found |= {f"rollout.scout.engine.{name}": (got, same[name]) for name, got in of_scouts if name in same}
+    for name, (got, value) in found.items():
+        if got != value:
             wanted = {None: "null", False: "false"}.get(value, value)
             yield (
-                f"rollout.{name}: got {got}; {reason}, so set it to {wanted}, as the actor has it, or sample with "
-                "another engine"
+                f"{name}: got {'true' if got is True else got}; {reason}, so set it to {wanted}, as the actor has it, "
+                "or sample with another engine"
             )
 
 

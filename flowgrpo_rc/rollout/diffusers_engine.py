@@ -29,8 +29,9 @@ from flowgrpo_rc.models.sharding import gathered_once
 from flowgrpo_rc.rollout import wide_linear
 from flowgrpo_rc.rollout.base import RolloutRequest, Trajectories, batch_of, check_has_adapter
 from flowgrpo_rc.rollout.cache import CacheConfig, check_cache
-from flowgrpo_rc.rollout.config import EMULATED, QUANTIZATIONS, RolloutConfig
+from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.digest import HeldDigest, adapter_digest
+from flowgrpo_rc.rollout.engines import EMULATED, QUANTIZATIONS
 from flowgrpo_rc.rollout.sampling import RequestSampler, micro_batches
 from flowgrpo_rc.rollout.weights import (
     check_kernels,

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 from flowgrpo_rc.models.attention import ATTENTION_BACKENDS
 
+EMULATED = "fp8_emulated"
+"""Rounds weights through fp8 and multiplies in the engine's dtype."""
+QUANTIZATIONS = ("fp8", "int8", EMULATED)
+"""How the ``diffusers`` engine may round its weights."""
+
 
 @dataclass(frozen=True)
 class EngineEntry:

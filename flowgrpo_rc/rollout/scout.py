@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
+from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.rollout.engines import QUANTIZATIONS
 from flowgrpo_rc.section import NonNegativeInt, PositiveInt, Section, one_of
 
 SELECTIONS = ("extremes", "spread", "random")
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class ScoutEngineConfig(Section):
+    """The section ``rollout.scout.engine``: where scouts that are drawn again have an engine of their own, with other
+    weights than ``rollout``'s. Null takes the value of ``rollout``."""
+
+    section = "actor_rollout_ref.rollout.scout.engine"
+
+    dtype: Annotated[str, one_of(DTYPES)] | None = None
+    """Precision of the scouts' transformer and adapter."""
+    quantization: Annotated[str, one_of(QUANTIZATIONS)] | None = None
+    """How the scouts' weights are rounded."""
+    quantization_skip: list[str] | None = None
+    """Linear layers of the scouts that stay as they are."""
+    merge_adapter: bool | None = None
+    """Add the adapter to the scouts' weights."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are set; without any, the run's engine draws scouts too."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @documented_fields
@@ -30,6 +56,7 @@ class ScoutConfig(Section):
     training does (Sol-RL, arXiv 2604.06916). Their new rewards take the places of the scouts'."""
     steps: PositiveInt | None = None
     """Denoising steps of scouts that are drawn again; null takes training's."""
+    engine: ScoutEngineConfig = field(default_factory=ScoutEngineConfig)
 
     def problems(self) -> Iterator[str]:
         """Settings that would have no effect."""
@@ -37,3 +64,8 @@ class ScoutConfig(Section):
             yield "redraw: got true with n=0, which draws no scouts; set n to more than rollout.n, or redraw to false"
         if self.steps is not None and not self.redraw:
             yield f"steps: got {self.steps} with redraw=false, where scouts are learned from; set redraw to true"
+        for name, value in self.engine.given.items() if not self.redraw else ():
+            yield (
+                f"engine.{name}: got {value} with redraw=false, where scouts are learned from; set redraw to true, or "
+                f"rollout.{name} in its place"
+            )

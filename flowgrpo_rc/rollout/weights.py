@@ -16,7 +16,7 @@ from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.lora import linear_layers
 from flowgrpo_rc.models.quantization import block_layers, check_packages
-from flowgrpo_rc.rollout.config import EMULATED
+from flowgrpo_rc.rollout.engines import EMULATED
 
 FP8_MAX = 448.0
 """Largest finite value of ``float8_e4m3fn``: sign, 4 exponent and 3 mantissa bits, no infinity."""

@@ -32,6 +32,7 @@ class AdapterSync:
 
     With ``old_decay`` the old policy, which draws the images, is an average of the actor's adapters (arXiv 2509.16117).
     It is pushed in the place of the actor's own. ``old_decay(k)`` of its weights remains after batch ``k``.
+    ``scouts`` is an engine that is given what the first one draws batches with.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class AdapterSync:
         lag: int,
         ahead: int = 0,
         old_decay: Callable[[int], float] | None = None,
+        scouts: RolloutEngine | None = None,
     ) -> None:
         self._engine = engine
+        self._scouts = scouts
         self._actor = actor
         self._lag = lag
         self._old_decay = old_decay
@@ -55,6 +58,7 @@ class AdapterSync:
         # The adapter that the engine was given last; None for an average.
         self._given: KnownAdapter | None = None
         self.held = HeldAdapter(-1, "")  # the adapter that images requested now must be drawn with
+        self.held_by_scouts = self.held  # the same of the scouts' own engine
 
     @property
     def behind(self) -> int:
@@ -171,17 +175,25 @@ class AdapterSync:
         return old_enough[-1] if old_enough else self._known[0]
 
     def _give_known(self, adapter: KnownAdapter) -> None:
-        self._give(adapter.state or adapter_state(self._actor.transformer), adapter.version)
+        state = adapter.state or adapter_state(self._actor.transformer)
+        self._give(state, adapter.version)
+        if self._scouts is not None:
+            self.held_by_scouts = _given_to(self._scouts, state, adapter.version)
         self._given = adapter
 
     def _give(self, state: Mapping[str, Tensor], version: int) -> None:
-        if isinstance(self._engine, RolloutPool):
-            # Its engines may still draw with the adapter before; each is checked before it draws with this one.
-            self.held = self._engine.push(state, version)
-            return
-        # Side by side: hashing the adapter twice would take seconds for a large one.
-        with ThreadPoolExecutor(1) as pool:
-            expected = pool.submit(self._engine.digest_of, state)
-            digest = self._engine.sync(state, version)
-            self.held = HeldAdapter(version, expected.result())
-        check_adapter(self.held, version, digest)
+        self.held = _given_to(self._engine, state, version)
+
+
+def _given_to(engine: RolloutEngine, state: Mapping[str, Tensor], version: int) -> HeldAdapter:
+    """Give an engine an adapter; returns the one that it must draw with from now on."""
+    if isinstance(engine, RolloutPool):
+        # Its engines may still draw with the adapter before; each is checked before it draws with this one.
+        return engine.push(state, version)
+    # Side by side: hashing the adapter twice would take seconds for a large one.
+    with ThreadPoolExecutor(1) as pool:
+        expected = pool.submit(engine.digest_of, state)
+        digest = engine.sync(state, version)
+        held = HeldAdapter(version, expected.result())
+    check_adapter(held, version, digest)
+    return held

@@ -226,6 +226,8 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
     scouts = f"; {rollout.n} of {rollout.scout.n} images a prompt are learned from" if rollout.scout.n else ""
     if rollout.scout.redraw:
         scouts += f", drawn again after {rollout.scout_steps} steps as scouts"
+    if rollout.has_scouts_engine:
+        scouts += f" in {rollout.of_scouts.precision_in_words}"
     replay = config.algorithm.replay
     again = [f"Replay: {replay.in_words(prompts // mini, rollout.staleness)}"] if replay.batches else []
     return [

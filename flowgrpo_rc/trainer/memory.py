@@ -8,7 +8,7 @@ from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.memory import MemoryPlan
 from flowgrpo_rc.planner.pipeline import PlanError
 from flowgrpo_rc.planner.settings import ACTOR, PlannedRun
-from flowgrpo_rc.rollout.config import EMULATED
+from flowgrpo_rc.rollout.engines import EMULATED
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 

@@ -63,7 +63,8 @@ class RolloutQueue:
 
     def __init__(self, run: Run, mode: ModeInForce) -> None:
         self._run = run
-        self._engine = run.engine
+        # Of the images that are drawn first.
+        self._engine = run.scouts_engine or run.engine
         self._adapter = run.adapter
         self._reward = run.reward
         rollout = run.config.actor_rollout_ref.rollout
@@ -82,8 +83,13 @@ class RolloutQueue:
         for due in range(first, end):
             batch = self.request(due)
             pending = self._submit(batch)
-            self._queue.append((batch, self._adapter.held, pending))
+            self._queue.append((batch, self._held, pending))
         return self._queue[0][0]
+
+    @property
+    def _held(self) -> HeldAdapter:
+        """The adapter that the engine of the images that are drawn first must hold."""
+        return self._adapter.held if self._engine is self._run.engine else self._adapter.held_by_scouts
 
     def _submit(self, batch: BatchRequest) -> PendingRollout | None:
         """Have a pool begin to draw; ``None`` where the batch is drawn when it is wanted."""
@@ -110,8 +116,9 @@ class RolloutQueue:
         else:
             self._adapter.give_for(batch.step)
             answer = self._engine.generate(replace(batch.asked, on_images=batch.scoring.take))
-            held = self._adapter.held
-        dtype = self._run.config.actor_rollout_ref.rollout.dtype
+            held = self._held
+        rollout = self._run.config.actor_rollout_ref.rollout
+        dtype = (rollout if batch.scouts is None else rollout.of_scouts).dtype
         check_rollout(batch.asked, answer, self._run.model, held, dtype)
         # Scouts are drawn without a batch; a rollout records its steps.
         if answer.batch is None:

@@ -33,9 +33,10 @@ from flowgrpo_rc.replay import ReplayBuffer
 from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
 from flowgrpo_rc.rewards.mix import try_own
 from flowgrpo_rc.rewards.preference import preference_reward
-from flowgrpo_rc.rollout import RolloutRequest, Trajectories, build_engine
+from flowgrpo_rc.rollout import RolloutEngine, RolloutRequest, Trajectories, build_engine
 from flowgrpo_rc.rollout.build import check_engine, check_placement
-from flowgrpo_rc.rollout.config import EMULATED, PipelineConfig, RolloutConfig, Share
+from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig, Share
+from flowgrpo_rc.rollout.engines import EMULATED
 from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.weights import check_kernels, on_device
 from flowgrpo_rc.run_folder import RunFolder
@@ -87,11 +88,13 @@ class Run:
         self.reward = build_reward(config.reward) if scores else preference_reward()
         self.observers: RewardMix | None = None
         """Scorers of validation images that do not enter the reward; ``None`` without any."""
+        self.scouts_engine: RolloutEngine | None = None
+        """The engine of scouts that are drawn again; ``None`` where ``engine`` draws them."""
         try:
             self._prepare(pipeline_class, project_dir)
         except BaseException:
             if hasattr(self, "engine"):  # a later part has failed
-                self.engine.close()
+                self.close_engines()
             self.end_rewards()
             raise
 
@@ -102,6 +105,12 @@ class Run:
         head = model.transformer.config.get("attention_head_dim")
         masks = model.masks_prompts or model.masks_attention
         return kernels_in_words(backend, head, masks, _attention_dtype(self.config), self.accelerator.device)
+
+    def close_engines(self) -> None:
+        """End the rollout engines."""
+        self.engine.close()
+        if self.scouts_engine is not None:
+            self.scouts_engine.close()
 
     def end_rewards(self) -> None:
         """End the server of a reward model and the worker processes of rewards."""
@@ -151,7 +160,8 @@ class Run:
         for name, section in (("model", parts.model), ("rollout", parts.rollout)):
             if section.torch_compile:
                 _check_compiler(f"actor_rollout_ref.{name}.torch_compile", self.accelerator.device.type)
-        check_kernels(parts.rollout.quantization, torch_dtype(parts.rollout.dtype), self.accelerator.device)
+        for rollout in (parts.rollout, parts.rollout.of_scouts):
+            check_kernels(rollout.quantization, torch_dtype(rollout.dtype), self.accelerator.device)
         _check_attention(config, pipeline_class, self.accelerator.device)
         if config.actor_rollout_ref.rollout.cache.name is not None:
             config.actor_rollout_ref.rollout.cache.of_diffusers()  # its options; the engine checks the transformer
@@ -232,7 +242,10 @@ class Run:
         self.model.batch_guidance = parts.model.batch_guidance
         self.model.prompt_multiple = parts.model.prompt_length_multiple
         self.encoder = PromptEncoder(self.model, parts.rollout.pipeline.max_sequence_length, self.store)
-        self.engine = build_engine(parts.rollout, self.model, parts.model, self.accelerator.device, self._share)
+        where = (self.model, parts.model, self.accelerator.device, self._share)
+        self.engine = build_engine(parts.rollout, *where)
+        if parts.rollout.has_scouts_engine and self._trains:
+            self.scouts_engine = build_engine(parts.rollout.of_scouts, *where)
         # Again: loaders and engines draw different amounts, and the adapter must not depend on them.
         torch.manual_seed(self.config.trainer.seed)
         replay = self.config.algorithm.replay
@@ -242,7 +255,8 @@ class Run:
         algorithm, rollout = self.config.algorithm, parts.rollout
         # Without training the adapters that an engine gets have nothing to do with each other.
         decay = algorithm.old_decay if self._trains and algorithm.averages_old_policy else None
-        self.adapter = AdapterSync(self.engine, self.actor, rollout.staleness, rollout.ahead, decay)
+        late = (rollout.staleness, rollout.ahead)
+        self.adapter = AdapterSync(self.engine, self.actor, *late, decay, self.scouts_engine)
         together = 2 if parts.actor.diffusion_loss.objective.paired else 1
         seed = self.config.rollout_seed
         self.replay = ReplayBuffer(self.folder.replay, replay, seed, recorded_settings(self.config), together)

@@ -88,7 +88,7 @@ class FlowGRPOTrainer:
             refused.callback(self.folder.abandon)
             # The lock comes before the load, which may take minutes.
             self.run = Run(config, str(self.folder.root))
-            refused.callback(self.run.engine.close)
+            refused.callback(self.run.close_engines)
             refused.callback(self.run.end_rewards)
             self._set_up()
             refused.pop_all()
@@ -366,7 +366,7 @@ class FlowGRPOTrainer:
                     print(f"The run failed after step {self.step} of {self.run.total_steps}; {then}", file=sys.stderr)
                 raise
             finally:
-                self.run.engine.close()
+                self.run.close_engines()
                 self.run.end_rewards()
                 if self._main:
                     self.run.replay.end()

@@ -267,6 +267,23 @@ def test_work_of_a_step_by_hand(run, plan):
     assert time.total == time.engine + time.update
 
 
+def test_scouts_with_an_engine_of_their_own_need_its_weights(run, plan):
+    """A rounded copy beside the actor; elsewhere a second process."""
+    redrawn = run.with_rollout(scout=ScoutConfig(n=16, redraw=True))
+    lower = {"n": 16, "redraw": True, "engine": {"quantization": "fp8_emulated"}}
+    scouts = run.with_rollout(scout=ScoutConfig(**lower))
+    one, two = (plan.of_run(which).memory(which, 1) for which in (redrawn, scouts))
+    copy, lora = "scouts' own copy of the transformer", "scouts' LoRA"
+    sizes = plan.engine.sizes
+    more = {copy: sizes.transformer + sizes.buffers, lora: sizes.lora_parameters * 2}
+    assert two.resident == one.resident | more
+    assert two.stages == one.stages
+    apart = [which.with_rollout(placement="process") for which in (redrawn, scouts)]
+    first, second = (plan.of_run(which).memory(which, 1) for which in apart)
+    assert second.engine == 2 * first.engine
+    assert second.resident == first.resident
+
+
 def test_time_at_the_peak_of_two_precisions_without_what_is_repeated(run):
     flops = StepFlops(rollout=989e12, score=67e12, update=134e12, recomputed=1e15)
     two = replace(run, model=replace(run.model, dtype="float32"))

@@ -13,7 +13,7 @@ from flowgrpo_rc.models.lora import adapter_state, base_parameters, linear_layer
 from flowgrpo_rc.models.qwen_image import _rotate
 from flowgrpo_rc.rollout import DiffusersEngine, RolloutConfig, diffusers_engine
 from flowgrpo_rc.rollout.build import digest_rule
-from flowgrpo_rc.rollout.config import EMULATED
+from flowgrpo_rc.rollout.engines import EMULATED
 from flowgrpo_rc.rollout.weights import check_kernels, layers_to_round, on_device, round_fp8_rows
 
 LORA = ModelConfig(lora_rank=4, lora_alpha=8)

@@ -1,5 +1,6 @@
 """Scouts: the images that are learned from, their baseline, and a run that draws more than it learns from."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -10,10 +11,17 @@ from torch.testing import assert_close
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.loss import group_advantages
+from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.rollout.base import RolloutSyncError
+from flowgrpo_rc.rollout.build import build_engine_alone
+from flowgrpo_rc.rollout.engines import EMULATED
+from flowgrpo_rc.rollout.scout import ScoutConfig
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.scoring import chosen_scouts
 
-SCOUT = "actor_rollout_ref.rollout.scout"
+ROLLOUT = "actor_rollout_ref.rollout"
+SCOUT = f"{ROLLOUT}.scout"
+FP8 = f"{SCOUT}.engine.quantization=fp8_emulated"
 RC = "algorithm.rollout_correction"
 REDRAW = (f"{SCOUT}.n=24", f"{SCOUT}.redraw=true")
 GROUP = torch.tensor([3] * 5 + [1] * 5)
@@ -66,10 +74,31 @@ def test_random_images_depend_on_step_and_group_alone():
         ([f"{SCOUT}.select=best", f"{SCOUT}.n=24"], "scout.select: got 'best'; choose one of extremes, spread, random"),
         ([f"{SCOUT}.redraw=true"], "scout.redraw: got true with n=0.*set n to more than rollout.n, or redraw to false"),
         ([f"{SCOUT}.n=24", f"{SCOUT}.steps=3"], "scout.steps: got 3 with redraw=false.*set redraw to true"),
-        ([*REDRAW, "actor_rollout_ref.rollout.ahead=1"], "scout.redraw: got true with ahead=1.*Set ahead to 0"),
+        ([*REDRAW, f"{ROLLOUT}.ahead=1"], "scout.redraw: got true with ahead=1.*Set ahead to 0"),
         (
-            [*REDRAW, "actor_rollout_ref.rollout.algo.init_same_noise=true"],
+            [*REDRAW, f"{ROLLOUT}.algo.init_same_noise=true"],
             "redraw: got true with algo.init_same_noise",
+        ),
+        (
+            [f"{SCOUT}.n=24", f"{SCOUT}.engine.dtype=bfloat16"],
+            "scout.engine.dtype: got bfloat16 with redraw=false.*set redraw to true, or rollout.dtype in its place",
+        ),
+        ([*REDRAW, f"{SCOUT}.engine.quantization=fp4"], "scout.engine.quantization: got 'fp4'; choose one of fp8"),
+        (
+            [*REDRAW, f"{SCOUT}.engine.quantization_skip=[img_mlp]"],
+            r"scout.engine.quantization_skip: got \['img_mlp'\] without a quantization",
+        ),
+        (
+            [*REDRAW, f"{SCOUT}.engine.dtype=bfloat16", f"{ROLLOUT}.dtype=bfloat16"],
+            "scout.engine.dtype: got bfloat16, as the run's engine has it",
+        ),
+        (
+            [*REDRAW, FP8, f"{ROLLOUT}.name=vllm_omni"],
+            "scout.engine.quantization: got fp8_emulated with name=vllm_omni.*rollout.name=diffusers",
+        ),
+        (
+            [*REDRAW, FP8, "actor_rollout_ref.model.quantization=int8", "actor_rollout_ref.model.dtype=bfloat16"],
+            "scout.engine.quantization: got fp8_emulated; with model.quantization=int8.*so set it to null",
         ),
         (
             [f"{SCOUT}.n=24", f"{RC}.bypass_mode=false", "algorithm.rejection_aware_baseline=true"],
@@ -170,3 +199,51 @@ def test_redrawn_images_are_those_that_training_draws(small_config, monkeypatch)
     assert_close(redrawn[Key.ADVANTAGES], expected.float(), rtol=1e-5, atol=1e-6)
     assert row["scout/reward_change"] == pytest.approx(float((mixed - scouts)[kept].mean()), abs=1e-6)
     assert "rollout_sync/engine_gap_per_dimension" in row
+
+
+WITH_FP8 = (f"{SCOUT}.n=6", f"{SCOUT}.redraw=true", FP8, "trainer.total_training_steps=2")
+
+
+@pytest.mark.run
+def test_scouts_have_an_engine_of_their_own(small_config, pooled):
+    """Scouts are the images of an fp8 engine with the adapter of their batch; those that are learned from are the run's
+    engine's. A pool of engines draws the same."""
+    trainer = FlowGRPOTrainer(small_config(*WITH_FP8))
+    run = trainer.run
+    drawn, redrawn, states = [], [], []
+    generate, again = run.scouts_engine.generate, run.engine.generate
+
+    def scouts(request):
+        states.append(adapter_state(run.actor.transformer))
+        drawn.append((request, generate(request)))
+        return drawn[-1][1]
+
+    def kept(request):
+        redrawn.append(request)
+        return again(request)
+
+    run.scouts_engine.generate, run.engine.generate = scouts, kept
+    rows = rows_of(trainer.fit().root)
+    parts = trainer.config.actor_rollout_ref
+    alone = build_engine_alone(replace(parts.rollout, quantization=EMULATED, scout=ScoutConfig()), parts.model, "cpu")
+    exact = build_engine_alone(replace(parts.rollout, scout=ScoutConfig()), parts.model, "cpu")
+    for (request, answer), state in zip(drawn, states, strict=True):
+        images = []
+        for engine in (alone, exact):
+            engine.sync(state, 0)
+            images.append(engine.generate(replace(request, on_images=None)).images)
+        assert torch.equal(answer.images, images[0])
+        assert not torch.equal(answer.images, images[1])
+    assert not torch.equal(*(next(iter(state.values())) for state in states))
+    training = [request for request in redrawn if request.window_starts is not None]
+    assert [len(request.seeds) for request in training] == [16, 16]
+    pooled(engines=2)
+    assert rows_of(FlowGRPOTrainer(small_config(*WITH_FP8, folder="pool")).fit().root) == rows
+
+
+@pytest.mark.run
+def test_scouts_of_a_stale_adapter_are_refused(small_config):
+    trainer = FlowGRPOTrainer(small_config(*WITH_FP8))
+    trainer.run.scouts_engine.adapter_version = 7
+    with pytest.raises(RolloutSyncError, match="sampled with adapter version 7, expected 0"):
+        trainer.fit()
