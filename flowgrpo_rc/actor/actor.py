@@ -20,10 +20,11 @@ from accelerate.utils import gather_object
 from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
+from flowgrpo_rc.actor.optimizer import make_optimizer, reduce_gradients, resume_optimizer
 from flowgrpo_rc.actor.rows import MicroBatch, RecordedSteps, correction_numbers, present_as_old, rows_of_batch
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
@@ -42,12 +43,9 @@ from flowgrpo_rc.models.lora import (
     check_adapter_state,
     load_lora,
 )
-from flowgrpo_rc.models.quantization import check_packages, numbers_of
+from flowgrpo_rc.models.quantization import numbers_of
 from flowgrpo_rc.sde import Transition, log_prob, transition
 from flowgrpo_rc.transfers import queued_to_host, to_host
-
-BUCKET = 64
-"""Gradients that are summed over ranks in one collective, and copied for it: 250 MB in an adapter of rank 64."""
 
 
 class NonFiniteUpdateError(RuntimeError):
@@ -59,16 +57,6 @@ class NonFiniteUpdateError(RuntimeError):
     def __init__(self, message: str, samples: Sequence[int]) -> None:
         super().__init__(message)
         self.samples = list(samples)  # rows of the batch on this process
-
-
-def _optimizer_class(name: str) -> Any:
-    """The class of an optimizer in ``OPTIMIZERS``."""
-    if name == "adamw":
-        return torch.optim.AdamW
-    check_packages(optimizer=name)
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit
 
 
 @dataclass(frozen=True)
@@ -112,8 +100,6 @@ class DiffusionActor:
         score_batch_size: int | None = None,
         timestep_dtype: torch.dtype | None = None,
     ) -> None:
-        from diffusers.optimization import get_scheduler
-
         self._model = model
         self._accelerator = accelerator
         self.config = config
@@ -143,24 +129,7 @@ class DiffusionActor:
         if lora.torch_compile:
             model.compile_blocks(self.transformer, COMPILE_BACKEND)
         self._parameters = list(adapter_parameters(self.transformer).values())
-        optim = config.optim
-        # bitsandbytes' AdamW is one kernel anyway, and has no such option.
-        fused = {"fused": True} if optim.name == "adamw" and accelerator.device.type == "cuda" else {}
-        self.optimizer = _optimizer_class(optim.name)(
-            self._parameters,
-            lr=optim.lr,
-            betas=(optim.betas[0], optim.betas[1]),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            **fused,
-        )
-        self.lr_scheduler = get_scheduler(
-            optim.lr_scheduler_type,
-            self.optimizer,
-            num_warmup_steps=optim.warm_up(total_optimizer_steps),
-            # A resumed run that is already complete has no step left, and the schedule divides by this.
-            num_training_steps=max(1, total_optimizer_steps),
-        )
+        self.optimizer, self.lr_scheduler = make_optimizer(self._parameters, config.optim, total_optimizer_steps)
         self.average: Any = None
         self.load_average(None)
         self.start: dict[str, Tensor] | None = None
@@ -205,16 +174,7 @@ class DiffusionActor:
     def load_optimizer(self, moments: dict[int, Any], taken: int) -> None:
         """Resume AdamW from its ``moments`` after ``taken`` steps of the schedule, with this configuration's
         options."""
-        # Only the moments come from the checkpoint; lr, betas and eps stay this configuration's.
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
-        self.lr_scheduler.load_state_dict(
-            {**self.lr_scheduler.state_dict(), "last_epoch": taken, "_step_count": taken + 1}
-        )
-        (group,) = self.optimizer.param_groups
-        (scale,) = self.lr_scheduler.lr_lambdas
-        # The scheduler sets the rate when it steps, so before the next step it must be set here.
-        group["lr"] = self.config.optim.lr * scale(taken)
-        self.lr_scheduler._last_lr = [group["lr"]]
+        resume_optimizer(self.optimizer, self.lr_scheduler, self.config.optim.lr, moments, taken)
 
     @torch.no_grad()
     def score(self, batch: TensorDict, conditioning: Conditioning) -> OldPolicy:
@@ -334,7 +294,7 @@ class DiffusionActor:
         counts_rejected = update.mode.rollout_correction.rejection_normalization == "all"
         total = done.metrics.with_left_out(mini.rejected, mini.idle, counts_rejected=counts_rejected).all_reduce()
         # At least 1: a mini-batch without a kept element has gradients of 0, not NaN.
-        self._reduce_gradients(total.denominator.clamp(min=1.0))
+        reduce_gradients(self._parameters, total.denominator.clamp(min=1.0))
         norm = clip_grad_norm_(self._parameters, self.config.grad_clip)
         log_probs, total, norm = _read(done.log_probs, total, norm)
         # Before correction, which would raise on this process alone and leave the others waiting.
@@ -572,22 +532,6 @@ class DiffusionActor:
     def _transition(self, flat: dict[str, Tensor], velocity: Tensor) -> Transition:
         levels = (flat[Key.SIGMAS], flat[Key.NEXT_SIGMAS])
         return transition(flat[Key.LATENTS], velocity, *levels, noise_level=self._noise_level, sde_type=self._sde_type)
-
-    def _reduce_gradients(self, denominator: Tensor) -> None:
-        """Sum the gradients over ranks, a bucket at a time, and divide them by the global denominator."""
-        # Collectives need equal shapes on every rank, also on one whose rows reach no parameter.
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        for start in range(0, len(gradients), BUCKET):
-            bucket = gradients[start : start + BUCKET]
-            flat = parameters_to_vector(bucket)
-            if self._accelerator.num_processes > 1:
-                torch.distributed.all_reduce(flat)
-            # Divided after the sum, so that the result does not depend on the number of ranks.
-            flat /= denominator
-            vector_to_parameters(flat, bucket)
 
     def _refuse(self, update: "_Update", mini: MiniBatch) -> None:
         """Find the samples whose gradient is not finite, by one backward pass each, and raise. The gradient is a sum

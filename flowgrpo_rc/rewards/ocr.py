@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from flowgrpo_rc.field_docs import documented_fields
-from flowgrpo_rc.rewards.registry import Places
+from flowgrpo_rc.rewards.registry import Places, Rows
 from flowgrpo_rc.section import Check, NonNegativeInt, Section, one_of
 
 PIXELS_PER_CHARACTER = 8
@@ -134,11 +134,12 @@ class OCRReward:
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None
     ) -> tuple[np.ndarray, dict[str, list[str]]]:
-        """Score images against the quoted text of their prompts; metadata is not used.
+        """Score images against the text that they should show.
 
         Args:
             images: (N, H, W, 3) uint8, RGB.
             prompts: N prompts, each with its target in double quotes.
+            metadata: a row for each prompt; ``ocr_target`` in it takes the place of the quoted text.
 
         Returns:
             (N,) float32 in [0, 1], and ``{"text": the reading of each image}``.
@@ -146,10 +147,10 @@ class OCRReward:
         Raises:
             ValueError: a prompt has no target, or one that the recogniser cannot emit at this image size.
         """
-        self.check_prompts(prompts, image_size=(images.shape[1], images.shape[2]))
+        self.check_prompts(prompts, image_size=(images.shape[1], images.shape[2]), metadata=metadata)
         texts = self.read(images)
         contained = self.config.contained_is_match
-        targets = [quoted_target(prompt) or "" for prompt in prompts]
+        targets = [_target(*pair) or "" for pair in zip(prompts, metadata or [{}] * len(prompts), strict=True)]
         scores = [text_similarity(*pair, contained_is_match=contained) for pair in zip(texts, targets, strict=True)]
         return np.asarray(scores, dtype=np.float32), {"text": texts}
 
@@ -172,7 +173,13 @@ class OCRReward:
         return [" ".join(line.strip() for line in found) for found in lines]
 
     def check_prompts(
-        self, prompts: Sequence[str], *, image_size: tuple[int, int] | None = None, sources: Places = None, **known: Any
+        self,
+        prompts: Sequence[str],
+        *,
+        image_size: tuple[int, int] | None = None,
+        sources: Places = None,
+        metadata: Rows = None,
+        **known: Any,
     ) -> None:
         """Raise ``ValueError`` for a prompt that this reward cannot score; arguments of ``RewardMix.check_prompts``."""
         # Only the recogniser alone has an input of fixed width; a target that it cannot emit would score 0 for ever.
@@ -183,12 +190,12 @@ class OCRReward:
             room = max(input_width, input_height * width // height) // PIXELS_PER_CHARACTER
         for index, prompt in enumerate(prompts):
             where = f"prompt {index}" if sources is None else sources[index]
-            target = quoted_target(prompt)
+            target = _target(prompt, {} if metadata is None else metadata[index])
             if target is None:
                 raise ValueError(
                     f"{where}: {prompt!r} has no text in double quotes, which the reward 'ocr' compares with; write "
-                    'the wanted text in quotes, as in: a sign that says "42", or turn the reward off with '
-                    "reward.functions.ocr=0"
+                    'the wanted text in quotes, as in: a sign that says "42", or into a column ocr_target, or turn '
+                    "the reward off with reward.functions.ocr=0"
                 )
             length = len(normalise(target))
             if length > room:
@@ -197,6 +204,12 @@ class OCRReward:
                     f"recogniser's input is wide enough for {room}; widen reward.ocr.rec_image_shape or set "
                     "reward.ocr.mode=full"
                 )
+
+
+def _target(prompt: str, row: Mapping[str, Any]) -> str | None:
+    """The text that an image should show; ``None`` if neither row nor prompt has one."""
+    target = row.get("ocr_target")
+    return quoted_target(prompt) if target is None else str(target)
 
 
 def _load_engine(config: OCRConfig) -> Any:

@@ -17,6 +17,7 @@ NOISING = 4
 START = 5
 REPLAY = 6
 SCOUT = 7
+WRITER = 8
 
 
 def seed_for(seed: int, purpose: int, step: int, index: int) -> int:

@@ -84,7 +84,8 @@ def save_run(run: "Run", store: "CheckpointStore", step: int, states: Sequence[d
         step,
         {"step": step, "sampler": run.sampler.state_dict(batches=step), "fingerprint": run.fingerprint},
         {**tensors, **start, **old, "random": list(states), "older_adapters": run.adapter.older}
-        | {"replay": run.replay.state_dict()},
+        | {"replay": run.replay.state_dict()}
+        | ({} if run.writer is None else {"writer": run.writer.state_dict()}),
         write,
     )
 
@@ -194,6 +195,8 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
             # Runs without ``auto`` have calibrated nothing; the guard's state is in every checkpoint.
             if part is not None and (name in tensors or name == "guard"):
                 part.load_state_dict(tensors[name])
+        if run.writer is not None:
+            run.writer.load_state_dict(tensors["writer"])
         saved = tensors["random"]
         # With another number of processes no saved state belongs to this one, and all take the first's.
         restore_random_states(saved[process if len(saved) == run.accelerator.num_processes else 0])

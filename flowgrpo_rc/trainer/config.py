@@ -28,6 +28,7 @@ from flowgrpo_rc.section import (
     Section,
     one_of,
 )
+from flowgrpo_rc.writer.config import PromptWriterConfig
 
 LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 """Where metrics can go besides ``metrics.jsonl``, and the package that each needs; ``console`` is the terminal, all
@@ -69,6 +70,7 @@ class AlgorithmConfig(Section):
     """Decoupled mode: an image whose steps were all rejected does not enter its group's mean and standard deviation
     either. Needs the weights and the rejection before the advantages, so every image gets the scoring pass."""
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    prompt_writer: PromptWriterConfig = field(default_factory=PromptWriterConfig)
     rollout_correction: Annotated[Any, Read(read_correction)] = field(default_factory=dict)
     """Given as keys of ``RolloutCorrectionConfig``, or as a ``preset`` and what differs from it; null switches it off.
     The object holds it as a ``RolloutCorrectionConfig``; within ``FlowGRPOConfig`` it is the actor's too."""
@@ -201,6 +203,8 @@ class FlowGRPOConfig(Section):
         yield from self._loss_problems()
         if self.algorithm.replay.batches:
             yield from self._replay_problems()
+        if self.algorithm.prompt_writer.path is not None:
+            yield from self._writer_problems()
         if parts.rollout.scout.n and self.algorithm.rejection_aware_baseline:
             yield (
                 "algorithm.rejection_aware_baseline: got true with actor_rollout_ref.rollout.scout.n="
@@ -254,6 +258,23 @@ class FlowGRPOConfig(Section):
                     f"actor_rollout_ref.rollout.{name}: got {value} with data.preferences, whose two images of a "
                     f"prompt are in a file; set it to {plain}"
                 )
+
+    def _writer_problems(self) -> Iterator[str]:
+        """Settings of a run whose prompts are written anew for each batch."""
+        rollout = self.actor_rollout_ref.rollout
+        here = "algorithm.prompt_writer.path"
+        if self.data.preferences:
+            yield f"{here}: got a prompt writer with data.preferences, whose images are not drawn; set it to null"
+        if self.algorithm.replay.batches:
+            yield (
+                f"algorithm.replay.batches: got {self.algorithm.replay.batches} with a prompt writer, whose prompts "
+                "are in no file; set it to 0"
+            )
+        if rollout.ahead:
+            yield (
+                f"actor_rollout_ref.rollout.ahead: got {rollout.ahead} with a prompt writer, which learns before it "
+                "writes the next prompts; set it to 0"
+            )
 
     def _replay_problems(self) -> Iterator[str]:
         """Settings of the buffer against the run that fills it."""

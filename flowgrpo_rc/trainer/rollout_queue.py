@@ -21,6 +21,7 @@ from flowgrpo_rc.rollout.seeds import IMAGE, NOISING, START, WINDOW, generator_f
 from flowgrpo_rc.sde import draw_window_start, progressive_window_start
 from flowgrpo_rc.trainer.scoring import RolloutScoring
 from flowgrpo_rc.trainer.setup import Run
+from flowgrpo_rc.trainer.writing import Rewrites
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,12 @@ class BatchRequest:
     """The images of this process in one batch, before they are drawn."""
 
     step: int  # number of batches that are learned from before it
-    prompts: list[PromptRecord]  # the distinct prompts; each is a row of the request's conditioning
+    prompts: list[PromptRecord]  # the prompts; each is a row of the request's conditioning
     chosen: list[int]  # their places in the training data
     group: Int[Tensor, " B"]  # for each image the position of its prompt in the batch of all processes
     request: RolloutRequest  # the images as they are learned from
     scoring: RolloutScoring  # takes the images and returns their rewards
+    rewrites: Rewrites | None = None  # the prompt writer's, which are ``prompts`` then
     scouts: RolloutRequest | None = None  # the images as they are drawn first, where those that are kept are redrawn
 
     @property
@@ -149,7 +151,13 @@ class RolloutQueue:
         positions = positions[:, run.accelerator.process_index].flatten()
         batch = next(run.sampler)
         chosen = [int(batch[i]) for i in positions.tolist()]
-        prompts = [run.train_prompts[place] for place in chosen]
+        scored = prompts = [run.train_prompts[place] for place in chosen]
+        rewrites = None
+        if run.writer is not None:
+            rewrites = run.writer.write(step, prompts, positions.tolist())
+            scored, prompts = rewrites.scored, rewrites.drawn
+            count = len(prompts) // len(positions)
+            positions = (positions[:, None] * count + torch.arange(count)).flatten()
         group = positions.repeat_interleave(rollout.drawn)
         # Seeds depend on step and image alone, so that any number of processes and any resume draws the same noise.
         numbers = image_numbers(group, rollout.drawn).tolist()
@@ -168,7 +176,7 @@ class RolloutQueue:
             seeds=seeds,
             **recorded,
         )
-        records = [record for record in prompts for _ in range(rollout.drawn)]
+        records = [record for record in scored for _ in range(rollout.drawn)]
         ahead = rollout.ahead > 0 and isinstance(self._engine, RolloutPool)
         overlaps = run.config.reward.overlap
         scoring = RolloutScoring(self._reward, records, rollout.micro_batch_size, overlaps=overlaps, ahead=ahead)
@@ -177,7 +185,7 @@ class RolloutQueue:
             scouts = RolloutRequest(
                 request.conditioning, request.prompt_index, rollout.scout_steps, request.seeds, window_starts=None
             )
-        return BatchRequest(step, prompts, chosen, group, request, scoring, scouts)
+        return BatchRequest(step, prompts, chosen, group, request, scoring, rewrites, scouts)
 
     def _start_seeds(self, step: int, group: Int[Tensor, " B"]) -> list[int]:
         """Seeds of the starting noise that the images of a prompt share."""

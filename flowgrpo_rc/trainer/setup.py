@@ -46,6 +46,7 @@ from flowgrpo_rc.trainer.checkpoint import fingerprint, random_states, restore_r
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.dumps import ImageDump
 from flowgrpo_rc.trainer.encoding import (
+    Encoding,
     PromptSet,
     check_numbers,
     condition,
@@ -54,6 +55,7 @@ from flowgrpo_rc.trainer.encoding import (
     references_digest,
 )
 from flowgrpo_rc.trainer.memory import check_memory
+from flowgrpo_rc.trainer.writing import PromptWriting
 
 
 class Run:
@@ -233,15 +235,21 @@ class Run:
         # Equal seeds on every process: the adapters must start equal.
         torch.manual_seed(self.config.trainer.seed)
         loader, self.store = open_checked(parts.model, self.prompt_sets, self.accelerator)
-        self.encoding = fill_store(loader.model, self.store, self.prompt_sets, self.accelerator)
-        """Counts of the prompts."""
+        self.encoding: Encoding | None = None
+        """Counts of the prompts; ``None`` with a prompt writer, whose prompts are encoded as they come."""
+        writes = self.config.algorithm.prompt_writer.path is not None
+        if not writes:
+            self.encoding = fill_store(loader.model, self.store, self.prompt_sets, self.accelerator)
         fsdp = parts.actor.fsdp_config
         # By the loader, before the engine and the actor are built around the transformer.
         shard = partial(shard_base, config=fsdp, device=self.accelerator.device) if fsdp.shard else None
         self.model = loader.load(shard)
         self.model.batch_guidance = parts.model.batch_guidance
         self.model.prompt_multiple = parts.model.prompt_length_multiple
-        self.encoder = PromptEncoder(self.model, parts.rollout.pipeline.max_sequence_length, self.store)
+        if writes:
+            loader.read_text_encoders()  # for the whole run
+        store = None if writes else self.store
+        self.encoder = PromptEncoder(self.model, parts.rollout.pipeline.max_sequence_length, store)
         where = (self.model, parts.model, self.accelerator.device, self._share)
         self.engine = build_engine(parts.rollout, *where)
         if parts.rollout.has_scouts_engine and self._trains:
@@ -257,6 +265,10 @@ class Run:
         decay = algorithm.old_decay if self._trains and algorithm.averages_old_policy else None
         late = (rollout.staleness, rollout.ahead)
         self.adapter = AdapterSync(self.engine, self.actor, *late, decay, self.scouts_engine)
+        self.writer: PromptWriting | None = None
+        """The prompt writer; ``None`` where prompts are those of the data."""
+        if writes:
+            self.writer = PromptWriting(self.config, self.accelerator, self.total_steps)
         together = 2 if parts.actor.diffusion_loss.objective.paired else 1
         seed = self.config.rollout_seed
         self.replay = ReplayBuffer(self.folder.replay, replay, seed, recorded_settings(self.config), together)

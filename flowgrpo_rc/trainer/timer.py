@@ -18,7 +18,7 @@ WAIT = "rollout"
 """The stage in which the trainer waits for images."""
 DIGITS = 4
 """Decimals of a time in the file, in seconds."""
-TRAINING_STAGES = ("rollout", "probe", "reward", "score", "correct", "advantage", "update", "replay", "sync")
+TRAINING_STAGES = ("rollout", "probe", "reward", "score", "correct", "advantage", "update", "replay", "writer", "sync")
 """The stages of every batch of images; validation, checkpoints and logging are left out."""
 _GB = 1024**3
 

@@ -124,6 +124,8 @@ class FlowGRPOTrainer:
         self.adapter = run.adapter
         # The engine starts with the base model; even an untrained adapter has to arrive once.
         self.adapter.push(self.step)
+        if run.writer is not None:
+            run.writer.push(self.step)
         configured = ModeInForce.configured(config.actor_rollout_ref.actor)
         self.rollouts = (PreferenceQueue if config.data.preferences else RolloutQueue)(run, configured)
         rollout, prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
@@ -135,7 +137,6 @@ class FlowGRPOTrainer:
         """Roll out one batch of prompts, reward it, correct it, learn from it; returns the step's metrics."""
         with self.timer("rollout"):
             request = self.rollouts.next(self.step)
-        prompts, cond = request.prompts, request.request.conditioning
         with request.scoring as scoring:
             with self.timer("rollout"):
                 batch, images = self._rollout(request)
@@ -151,6 +152,36 @@ class FlowGRPOTrainer:
         if self.run.rollout_dump is not None:
             with self.timer("dump"):
                 self.outputs.rollout(self.run, self.step, images, request, scored)
+        if self.run.writer is not None and request.rewrites is not None:
+            with self.timer("writer"):
+                metrics |= self.run.writer.learn(request.rewrites, scored.total, self._gather)
+        if self.learns_images:
+            metrics |= self._learn(batch, request, scored)
+        self.step += 1
+        with self.timer("sync"):
+            metrics |= self.adapter.metrics()
+            # The engine proves that it holds this adapter before it draws the next batch.
+            self.adapter.push(self.step)
+            if self.run.writer is not None:
+                self.run.writer.push(self.step)
+        rollout = self.config.actor_rollout_ref.rollout
+        if not self.config.data.preferences:
+            metrics |= rollout.forwards_metrics(clean=self.mode.objective.clean)
+        metrics |= sync_metrics
+        # The guard judges the metrics of this step and sets the mode of the next one.
+        metrics |= self.run.guard(metrics, self.step)
+        self.mode = self.run.guard.mode
+        return metrics | self._peak_memory()
+
+    @property
+    def learns_images(self) -> bool:
+        """The LoRA of the image model learns; a prompt writer may learn alone."""
+        return self.run.writer is None or self.run.writer.config.learns != "writer"
+
+    def _learn(self, batch: TensorDict, request: BatchRequest, scored: RewardResult) -> dict[str, float]:
+        """Correct the images of a batch and learn from them, and from those of the replay buffer; returns metrics."""
+        prompts, cond = request.prompts, request.request.conditioning
+        metrics: dict[str, float] = {}
         scouts = self.config.actor_rollout_ref.rollout.scout
         rows = torch.arange(len(batch))
         advantage_metrics: dict[str, float] = {}
@@ -174,19 +205,7 @@ class FlowGRPOTrainer:
             with self.timer("replay"):
                 metrics |= self.replay.learn(self.step, self.mode)
                 self.replay.keep(self.step, self.adapter.behind, batch, request, update, self.mode)
-        self.step += 1
-        with self.timer("sync"):
-            metrics |= self.adapter.metrics()
-            # The engine proves that it holds this adapter before it draws the next batch.
-            self.adapter.push(self.step)
-        rollout = self.config.actor_rollout_ref.rollout
-        if not self.config.data.preferences:
-            metrics |= rollout.forwards_metrics(clean=self.mode.objective.clean)
-        metrics |= {**advantage_metrics, **update.metrics, **sync_metrics}
-        # The guard judges the metrics of this step and sets the mode of the next one.
-        metrics |= self.run.guard(metrics, self.step)
-        self.mode = self.run.guard.mode
-        return metrics | self._peak_memory()
+        return metrics | advantage_metrics | update.metrics
 
     def _rollout(self, request: BatchRequest) -> tuple[TensorDict, np.ndarray]:
         """The recorded steps and the images of the batch; its scoring receives images as they are finished."""
@@ -462,7 +481,8 @@ class FlowGRPOTrainer:
             say(text)
         if "tensorboard" in self.config.trainer.logger:
             say(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.folder.root))}")
-        say(f"Prompts: {self.run.encoding}; in {self.run.store.folder}")
+        if self.run.encoding is not None:
+            say(f"Prompts: {self.run.encoding}; in {self.run.store.folder}")
         say(f"Kernels of the actor: {self.run.kernels_in_words()}")
         if self.run.actor.recomputes:
             say("Gradient checkpointing is on: activations are recomputed in the backward pass, to save memory")

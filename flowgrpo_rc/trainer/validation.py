@@ -75,8 +75,13 @@ def validate(run: Run, generate: Generate) -> Validation:
     own = list(range(accelerator.process_index, count, accelerator.num_processes))
     # Equal work on every process: a sharded transformer gathers its weights in every forward.
     most = -(-count // accelerator.num_processes)
-    images = _sample(run, generate, own + [0] * (most - len(own)))[: len(own)]
-    scored = _score(run, own, images) if own else []
+    numbers = own + [0] * (most - len(own))
+    scored_records = drawn = [run.val_prompts[number % len(run.val_prompts)] for number in numbers]
+    if run.writer is not None:
+        rewrites = run.writer.for_validation(drawn, numbers)
+        scored_records, drawn = rewrites.scored, rewrites.drawn
+    images = _sample(run, generate, numbers, drawn)[: len(own)]
+    scored = _score(run, own, images, scored_records, [one.prompt for one in drawn]) if own else []
     rewards = [{"mean": one.reward} | one.rewards for one in scored]
     statistics = np.stack(list(image_statistics(images).values()), axis=1)
     # In the order of the images, whatever the number of processes.
@@ -90,10 +95,9 @@ def validate(run: Run, generate: Generate) -> Validation:
     return Validation(rewards, columns, np.array(small), len(run.val_prompts), scored, shown)
 
 
-def _sample(run: Run, generate: Generate, numbers: list[int]) -> np.ndarray:
-    """The images of these numbers, ``(n, H, W, 3)`` uint8."""
+def _sample(run: Run, generate: Generate, numbers: list[int], records: Sequence[PromptRecord]) -> np.ndarray:
+    """The images of these numbers and records, ``(n, H, W, 3)`` uint8."""
     rollout = run.config.actor_rollout_ref.rollout
-    records = [_prompt(run, number) for number in numbers]
     # Images with the same inputs of the model share a row of the conditioning.
     keys = [(record.prompt, record.negative_prompt, record.images) for record in records]
     distinct = dict(zip(keys, records, strict=True))
@@ -112,9 +116,12 @@ def _sample(run: Run, generate: Generate, numbers: list[int]) -> np.ndarray:
     return trajectories.images.numpy()
 
 
-def _score(run: Run, numbers: list[int], images: np.ndarray) -> list[ScoredImage]:
-    """Reward the images of these numbers; the parts of observers are included."""
-    records = [_prompt(run, number) for number in numbers]
+def _score(
+    run: Run, numbers: list[int], images: np.ndarray, records: Sequence[PromptRecord], drawn: Sequence[str]
+) -> list[ScoredImage]:
+    """Reward the images of these numbers by their records; the parts of observers are included. ``drawn`` are the
+    prompts that were drawn."""
+    records = records[: len(numbers)]
     prompts = [record.prompt for record in records]
     metadata = [record.metadata for record in records]
     # Functions that stream get as many images per call as in training, since their time-outs are per call.
@@ -127,7 +134,7 @@ def _score(run: Run, numbers: list[int], images: np.ndarray) -> list[ScoredImage
         ScoredImage(
             number=number,
             image=images[i],
-            prompt=prompts[i],
+            prompt=drawn[i],
             seed=_seed(run, number),
             reward=float(reward.total[i]),
             rewards={name: float(values[i]) for name, values in scores.items()},
@@ -137,10 +144,6 @@ def _score(run: Run, numbers: list[int], images: np.ndarray) -> list[ScoredImage
         )
         for i, number in enumerate(numbers)
     ]
-
-
-def _prompt(run: Run, number: int) -> PromptRecord:
-    return run.val_prompts[number % len(run.val_prompts)]
 
 
 def _seed(run: Run, number: int) -> int:

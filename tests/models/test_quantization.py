@@ -10,8 +10,8 @@ from tolerances import LOG_PROB
 from torch import nn
 from torch.testing import assert_close
 
-from flowgrpo_rc.actor.actor import _optimizer_class
 from flowgrpo_rc.actor.config import OPTIMIZERS
+from flowgrpo_rc.actor.optimizer import optimizer_class
 from flowgrpo_rc.models import ModelConfig, load_model
 from flowgrpo_rc.models.base import compute_dtype
 from flowgrpo_rc.models.config import BASE_QUANTIZATIONS
@@ -237,7 +237,7 @@ def test_moments_in_8_bits_learn_as_adamw_does():
     generator = torch.Generator().manual_seed(0)
     for shape, tolerance, kind in (((64, 128), 0.05, torch.uint8), ((16, 16), 1e-6, torch.float32)):
         weights = [torch.nn.Parameter(torch.zeros(shape)) for _ in OPTIMIZERS]
-        steps = [_optimizer_class(name)([w], lr=1e-3) for name, w in zip(OPTIMIZERS, weights, strict=True)]
+        steps = [optimizer_class(name)([w], lr=1e-3) for name, w in zip(OPTIMIZERS, weights, strict=True)]
         for _ in range(20):
             gradient = torch.randn(shape, generator=generator)
             for step, weight in zip(steps, weights, strict=True):

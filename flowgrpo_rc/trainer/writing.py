@@ -1,0 +1,156 @@
+"""The prompt writer of a run: rewrites of a batch's requests, and what the writer learns from their images."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowgrpo_rc.batch import Key, MiniBatch
+from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.loss import group_advantages
+from flowgrpo_rc.models.lora import adapter_state, load_adapter_state
+from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
+from flowgrpo_rc.rollout.seeds import VALIDATION, WRITER, seed_for
+from flowgrpo_rc.trainer.config import FlowGRPOConfig
+from flowgrpo_rc.trainer.scoring import Gather
+from flowgrpo_rc.writer import LanguageModel, WriterActor, WriterEngine, Written
+
+WRITTEN = "written_prompt"
+"""Key of a rewrite in the metadata that reward functions get; their prompt is the request."""
+
+
+@dataclass(frozen=True)
+class Rewrites:
+    """The rewrites of some requests of this process."""
+
+    drawn: list[PromptRecord]
+    """Records whose prompt is a rewrite, or the request where that is empty."""
+    scored: list[PromptRecord]
+    """The requests, with the rewrite in their metadata."""
+    written: Written
+    request: Int[Tensor, " P"]
+    """Of each rewrite the position of its request in the batch of all processes."""
+
+
+class PromptWriting:
+    """Language model, engine and actor of ``algorithm.prompt_writer``.
+
+    A rewrite's score is the mean reward of its images, compared within its request. One that is empty or was cut gets
+    the lowest score of its request. The images themselves are compared within their rewrite.
+    """
+
+    def __init__(self, config: FlowGRPOConfig, accelerator: Any, total_steps: int) -> None:
+        self.config = config.algorithm.prompt_writer
+        self._algorithm = config.algorithm
+        self._rollout_seed = config.rollout_seed
+        self._validation_seed = config.actor_rollout_ref.rollout.val_kwargs.seed
+        self._mini_batches = config.mini_batches
+        self._rank: int = accelerator.process_index
+        self.language = LanguageModel(self.config, accelerator.device)
+        # Equal on every process, whatever was drawn before.
+        torch.manual_seed(config.trainer.seed)
+        self.engine = WriterEngine(self.language)
+        torch.manual_seed(config.trainer.seed)
+        self.actor = WriterActor(self.language, total_steps * config.mini_batches * self.config.actor.ppo_epochs)
+        self._held = HeldAdapter(-1, "")
+
+    def push(self, version: int) -> None:
+        """Give the engine the actor's adapter; raises ``RolloutSyncError`` if it does not hold it then."""
+        state = adapter_state(self.actor.network)
+        self._held = HeldAdapter(version, self.engine.digest_of(state))
+        check_adapter(self._held, version, self.engine.sync(state, version))
+
+    def write(self, step: int, requests: Sequence[PromptRecord], positions: Sequence[int]) -> Rewrites:
+        """``rewrites`` prompts for each request; ``positions`` are those of the requests in the batch of all processes,
+        on which, with step and seed, the rewrites depend."""
+        count = self.config.rewrites
+        records = [record for record in requests for _ in range(count)]
+        numbers = [position * count + i for position in positions for i in range(count)]
+        seeds = [seed_for(self._rollout_seed, WRITER, step, number) for number in numbers]
+        return self._rewrites(records, seeds, torch.tensor(positions).repeat_interleave(count))
+
+    def for_validation(self, records: Sequence[PromptRecord], numbers: Sequence[int]) -> Rewrites:
+        """A rewrite of its own for each validation image, always from the same seeds."""
+        seeds = [seed_for(self._validation_seed, VALIDATION, 1, number) for number in numbers]
+        return self._rewrites(records, seeds, torch.tensor(numbers))
+
+    def _rewrites(self, records: Sequence[PromptRecord], seeds: list[int], request: Tensor) -> Rewrites:
+        written = self.engine.write([record.prompt for record in records], seeds)
+        check_adapter(self._held, written.adapter_version, written.adapter_digest)
+        pairs = list(zip(records, written.texts, strict=True))
+        drawn = [replace(record, prompt=text or record.prompt) for record, text in pairs]
+        scored = [replace(record, metadata={**record.metadata, WRITTEN: text}) for record, text in pairs]
+        return Rewrites(drawn, scored, written, request)
+
+    def learn(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"], gather: Gather) -> dict[str, float]:
+        """Learn from the rewards of the rewrites' images, which are equally many and side by side; returns metrics."""
+        batch, mask = rewrites.written.batch, rewrites.written.batch[Key.RESPONSE_MASK]
+        scores = self.scores(rewrites, rewards)
+        metrics = self._figures(rewrites, scores, gather)
+        if self.config.learns == "images":
+            return metrics
+        batch[Key.ADVANTAGES] = self._advantages(scores, rewrites.request, gather)
+        old, gap = None, None
+        if not self.config.actor.rollout_correction.bypass_mode:
+            old, gap = self.actor.correct(batch, self.actor.score(batch))
+        parts = torch.arange(len(mask)).chunk(self._mini_batches)
+        minis = [MiniBatch(rows, None if old is None else old.rows(rows)) for rows in parts]
+        update = self.actor.update(batch, minis, gap)
+        return metrics | {f"writer/{name.removeprefix('actor/')}": value for name, value in update.items()}
+
+    def scores(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"]) -> Float[Tensor, " P"]:
+        """The score of each rewrite."""
+        scores = torch.from_numpy(rewards).double().reshape(len(rewrites.drawn), -1).mean(1)
+        unfit = ~self._fit(rewrites)
+        for one in rewrites.request[unfit].unique():
+            own = rewrites.request == one
+            scores[own & unfit] = scores[own].min()
+        return scores
+
+    def _fit(self, rewrites: Rewrites) -> Tensor:
+        """Rewrites that are not empty and have ended."""
+        return rewrites.written.ended & torch.tensor([bool(text) for text in rewrites.written.texts])
+
+    def _advantages(self, scores: Tensor, request: Tensor, gather: Gather) -> Float[Tensor, " P"]:
+        by_std, global_std = self._algorithm.norm_adv_by_std_in_grpo, self._algorithm.global_std
+        found = group_advantages(gather(scores), gather(request), norm_by_std=by_std, global_std=global_std)
+        start = self._rank * len(scores)
+        return found.advantages[start : start + len(scores)].float()
+
+    def _figures(self, rewrites: Rewrites, scores: Tensor, gather: Gather) -> dict[str, float]:
+        count = self.config.rewrites
+        texts = rewrites.written.texts
+        groups = [texts[i : i + count] for i in range(0, len(texts), count)]
+        lengths = rewrites.written.batch[Key.RESPONSE_MASK].sum(1).double()
+        per_rewrite = gather(torch.stack([scores, lengths, self._fit(rewrites).double()], dim=1))
+        distinct = gather(torch.tensor([len(set(group)) / count for group in groups], dtype=torch.float64))
+        spread = gather(scores.reshape(-1, count).std(1, correction=0))
+        return {
+            "writer/score": float(per_rewrite[:, 0].mean()),
+            "writer/score_std_in_request": float(spread.mean()),
+            "writer/tokens": float(per_rewrite[:, 1].mean()),
+            "writer/unfit_fraction": 1 - float(per_rewrite[:, 2].mean()),
+            "writer/distinct_fraction": float(distinct.mean()),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Adapter, optimizer and schedule."""
+        return {
+            "adapter": adapter_state(self.actor.network),
+            "optimizer": self.actor.optimizer.state_dict(),
+            "taken": self.actor.lr_scheduler.last_epoch,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned; raises ``AdapterMismatchError`` for another adapter's."""
+        load_adapter_state(self.actor.network, state["adapter"])
+        self.actor.load_optimizer(state["optimizer"]["state"], state["taken"])
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter in peft's format, which ``transformers`` loads on the same base."""
+        self.actor.save(folder)

@@ -1,0 +1,157 @@
+"""The configuration of the prompt writer. Importing this loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from flowgrpo_rc.actor.config import DiffusionLossConfig, OptimizerConfig, read_correction
+from flowgrpo_rc.dtypes import DTYPES
+from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.loss.aggregation import AGGREGATIONS
+from flowgrpo_rc.section import (
+    Check,
+    NonNegativeFloat,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Read,
+    Section,
+    one_of,
+    read_mapping,
+)
+
+_HERE = "algorithm.prompt_writer"
+LEARNS = ("both", "writer", "images")
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class TokenLossConfig(Section):
+    """The section ``prompt_writer.actor.token_loss``: PPO on tokens."""
+
+    section = f"{_HERE}.actor.token_loss"
+
+    clip_ratio: PositiveFloat = 0.2
+    """Half width of the clip band, the range around 1 in which ``pi_theta/pi_old`` of a token earns a gradient."""
+    clip_ratio_low: PositiveFloat | None = None
+    """Half width of the clip band below 1; null takes ``clip_ratio``."""
+    clip_ratio_high: PositiveFloat | None = None
+    """Half width of the clip band above 1; null takes ``clip_ratio``."""
+    clip_ratio_c: Annotated[float, Check(lambda bound: bound > 1, "give a number above 1")] | None = 3.0
+    """Where the advantage ``A`` is negative, the loss is at most ``-A * clip_ratio_c``. Null sets no such bound."""
+    loss_agg_mode: Annotated[str, one_of(AGGREGATIONS)] = "token-mean"
+    """How losses of tokens become one number, one of ``loss.aggregation.AGGREGATIONS``."""
+    loss_scale_factor: PositiveFloat | None = None
+    """Divisor of ``seq-mean-token-sum-norm``; null takes the padded length."""
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class WriterActorConfig(Section):
+    """The section ``prompt_writer.actor``: how the writer learns. ``token_loss`` reads it."""
+
+    section = f"{_HERE}.actor"
+
+    ppo_micro_batch_size_per_gpu: PositiveInt = 16
+    """Rewrites per forward and backward pass on one process."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over the rewrites of a batch."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest norm of the gradient of all LoRA weights."""
+    use_kl_loss: bool = False
+    """Add ``kl_loss_coef`` times the k3 estimate of the KL to the model without its adapter."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of the KL in the loss."""
+    token_loss: TokenLossConfig = field(default_factory=TokenLossConfig)
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    rollout_correction: Annotated[Any, Read(read_correction)] = field(default_factory=dict)
+    """Rollout correction of tokens, with the keys of ``algorithm.rollout_correction``; null only measures."""
+
+    def problems(self) -> Iterator[str]:
+        """Correction that tokens do not have."""
+        if self.rollout_correction.plan().calibrated:
+            yield "rollout_correction.rollout_rs_threshold: got auto, which follows the gap of images; give a number"
+        if self.rollout_correction.bypass_mode and self.rollout_correction.rollout_is_batch_normalize:
+            yield (
+                "rollout_correction.rollout_is_batch_normalize: got true with bypass_mode=true, where every "
+                "micro-batch makes the weights anew; set it to false, or bypass_mode=false"
+            )
+
+    @property
+    def diffusion_loss(self) -> DiffusionLossConfig:
+        """``token_loss`` under the name by which the losses read it."""
+        names = (
+            "clip_ratio",
+            "clip_ratio_low",
+            "clip_ratio_high",
+            "clip_ratio_c",
+            "loss_agg_mode",
+            "loss_scale_factor",
+        )
+        return DiffusionLossConfig(**{name: getattr(self.token_loss, name) for name in names})
+
+    @property
+    def kl_loss_type(self) -> str:
+        """The losses of tokens have one kind of KL, and do not read this."""
+        return "gaussian"
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class WriterEngineConfig(Section):
+    """The section ``prompt_writer.engine``: how rewrites are sampled."""
+
+    section = f"{_HERE}.engine"
+
+    dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
+    """Precision of the engine's model and adapter; log-probs are computed in float32 from its logits."""
+    micro_batch_size: PositiveInt = 32
+    """Rewrites that one forward writes."""
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
+class PromptWriterConfig(Section):
+    """The section ``algorithm.prompt_writer``: a language model that rewrites requests."""
+
+    section = _HERE
+
+    path: PathText | None = None
+    """Folder of a causal language model in transformers' format, with a chat template. Null: no prompt writer."""
+    learns: Annotated[str, one_of(LEARNS)] = "both"
+    """Which side learns: ``both``, the ``writer`` alone, or the ``images``' LoRA alone."""
+    rewrites: PositiveInt = 4
+    """Prompts that are written for each request; each is drawn ``rollout.n`` times."""
+    max_new_tokens: PositiveInt = 128
+    """Tokens of a rewrite at most; a longer one is cut there."""
+    system_prompt: str | None = None
+    """Message of the system before the request; null: none."""
+    chat_template_kwargs: Annotated[dict[str, Any], Read(read_mapping("options of the chat template"))] = field(
+        default_factory=dict
+    )
+    """Options of the chat template, e.g. ``{enable_thinking: false}``."""
+    dtype: Annotated[str, one_of(DTYPES)] = "float32"
+    """Precision of the model that learns; its adapter is in float32."""
+    lora_rank: PositiveInt = 32
+    """Rank of the adapter."""
+    lora_alpha: PositiveInt = 64
+    """Its update is scaled by ``lora_alpha / lora_rank``."""
+    target_modules: list[str] | None = None
+    """Linear layers that get the adapter, by the last part of their names; null: all but the output layer."""
+    actor: WriterActorConfig = field(default_factory=WriterActorConfig)
+    engine: WriterEngineConfig = field(default_factory=WriterEngineConfig)
+
+    def problems(self) -> Iterator[str]:
+        """Rewrites that have nothing to be compared with."""
+        if self.rewrites == 1 and self.learns != "images":
+            yield (
+                f"rewrites: got 1 with learns={self.learns}, but rewrites of a request are compared; give 2 or more, or "
+                "set learns to images"
+            )
+
+    @property
+    def lora_init_weights(self) -> str:
+        """Start of the adapter, as ``models.lora.attach_lora`` reads it: the second matrices are 0."""
+        return "default"
