@@ -4,10 +4,10 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.base import DiffusionModel
-from flowgrpo_rc.models.config import ALL_LINEAR, ModelConfig
+from flowgrpo_rc.models.config import ALL_LINEAR
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The adapter's file in a folder that diffusers' ``load_lora_weights`` takes."""
@@ -60,10 +60,32 @@ def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
         )
 
 
+@runtime_checkable
+class TakesLora(Protocol):
+    """A model with the layers that get a LoRA where ``target_modules`` is null."""
+
+    @property
+    def default_lora_targets(self) -> str | Sequence[str]: ...
+
+
+@runtime_checkable
+class LoraSettings(Protocol):
+    """The fields of ``ModelConfig`` that make a LoRA."""
+
+    @property
+    def lora_rank(self) -> int: ...
+    @property
+    def lora_alpha(self) -> int: ...
+    @property
+    def lora_init_weights(self) -> str: ...
+    @property
+    def target_modules(self) -> Any: ...
+
+
 def attach_lora(
     transformer: Any,
-    model: DiffusionModel,
-    config: ModelConfig,
+    model: TakesLora,
+    config: LoraSettings,
     *,
     dtype: torch.dtype,
     compute_dtype: torch.dtype | None = None,
@@ -118,7 +140,7 @@ class _LoraMatrix(nn.Linear):
         return F.linear(input.to(self._dtype), self.weight.to(self._dtype))
 
 
-def target_layers(transformer: nn.Module, model: DiffusionModel, config: ModelConfig) -> list[str]:
+def target_layers(transformer: nn.Module, model: TakesLora, config: LoraSettings) -> list[str]:
     """Full names of the linear layers that get a LoRA. A module name that matches nothing is a ``ValueError``."""
     targets = model.default_lora_targets if config.target_modules is None else config.target_modules
     names = [targets] if isinstance(targets, str) else list(targets)

@@ -198,10 +198,13 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
     rollout = config.actor_rollout_ref.rollout
     window = rollout.window
     actor = config.actor_rollout_ref.actor
-    prompts = config.data.train_batch_size
+    writer = config.algorithm.prompt_writer
+    requests = config.data.train_batch_size
+    rewrites = 1 if writer.path is None else writer.rewrites
+    prompts = requests * rewrites
     mini = actor.ppo_mini_batch_size
     # Per process, as the micro-batch is.
-    images = mini * rollout.n // processes
+    images = mini * rewrites * rollout.n // processes
     model = config.actor_rollout_ref.model
     clean = actor.diffusion_loss.objective.clean
     row = "places" if clean else "SDE steps"
@@ -228,14 +231,16 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
         scouts += f", drawn again after {rollout.scout_steps} steps as scouts"
     if rollout.has_scouts_engine:
         scouts += f" in {rollout.of_scouts.precision_in_words}"
+    written = [] if writer.path is None else [writer.in_words(requests)]
     replay = config.algorithm.replay
-    again = [f"Replay: {replay.in_words(prompts // mini, rollout.staleness)}"] if replay.batches else []
+    again = [f"Replay: {replay.in_words(requests // mini, rollout.staleness)}"] if replay.batches else []
     return [
         f"Run folder: {root}",
         f"Each step: {prompts} prompts x {rollout.drawn} images = {prompts * rollout.drawn} images of "
         f"{rollout.pipeline.width}x{rollout.pipeline.height} on {processes} process(es); "
-        f"{prompts // mini * actor.ppo_epochs} optimizer step(s) of {mini * rollout.n} images, "
+        f"{requests // mini * actor.ppo_epochs} optimizer step(s) of {mini * rewrites * rollout.n} images, "
         f"micro-batches of {micro}{scouts}",
+        *written,
         f"Reward: {config.reward.in_words()}",
         f"Rollouts: {rollout.name}, {rollout.precision_in_words}{lag}, {steps}"
         f"{rollout.forwards_in_words(clean=clean)}{base}",

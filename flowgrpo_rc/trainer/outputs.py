@@ -25,6 +25,7 @@ from flowgrpo_rc.trainer.model_card import model_card
 from flowgrpo_rc.trainer.rollout_queue import BatchRequest, image_numbers
 from flowgrpo_rc.trainer.setup import Run
 from flowgrpo_rc.trainer.validation import save_grid
+from flowgrpo_rc.trainer.writing import WRITER_FILE
 
 OPERATORS = 40
 """Rows of a profile's table."""
@@ -108,6 +109,11 @@ class RunOutputs:
                 for moved in self._folder.replace_folder(folder, write, same_lora):
                     self._alert(f"Moved aside in {self._folder.root}: {moved}")
                 written.append(folder / ADAPTER_FILE)
+        if run.writer is not None and run.writer.config.learns != "images":
+            with self.attempt(f"{self._folder.writer}/"):
+                for moved in self._folder.replace_folder(self._folder.writer, run.writer.save, lambda *_: False):
+                    self._alert(f"Moved aside in {self._folder.root}: {moved}")
+                written.append(self._folder.writer / WRITER_FILE)
         return written
 
     def pictures(self, history: History) -> list[Path]:

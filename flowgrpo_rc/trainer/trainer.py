@@ -168,9 +168,10 @@ class FlowGRPOTrainer:
         if not self.config.data.preferences:
             metrics |= rollout.forwards_metrics(clean=self.mode.objective.clean)
         metrics |= sync_metrics
-        # The guard judges the metrics of this step and sets the mode of the next one.
-        metrics |= self.run.guard(metrics, self.step)
-        self.mode = self.run.guard.mode
+        if self.learns_images:
+            # The guard judges the metrics of this step and sets the mode of the next one.
+            metrics |= self.run.guard(metrics, self.step)
+            self.mode = self.run.guard.mode
         return metrics | self._peak_memory()
 
     @property

@@ -20,6 +20,8 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.scoring import Gather
 from flowgrpo_rc.writer import LanguageModel, WriterActor, WriterEngine, Written
 
+WRITER_FILE = "adapter_model.safetensors"
+"""The adapter's file in a folder of peft's format."""
 WRITTEN = "written_prompt"
 """Key of a rewrite in the metadata that reward functions get; their prompt is the request."""
 

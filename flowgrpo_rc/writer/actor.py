@@ -25,6 +25,7 @@ from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.loss.sums import LossMetrics
 from flowgrpo_rc.loss.tokens import token_loss_sums
 from flowgrpo_rc.models.lora import ACTOR_ADAPTER, adapter_active, adapter_parameters
+from flowgrpo_rc.quiet import quiet_loading
 from flowgrpo_rc.writer.engine import INPUT_IDS, REQUEST_LENGTHS
 from flowgrpo_rc.writer.language import LanguageModel, token_log_probs
 
@@ -52,7 +53,7 @@ class WriterActor:
 
     def save(self, folder: Path) -> None:
         """Write the adapter in peft's format: ``transformers`` and ``peft`` load it on the same base."""
-        with adapter_active(self.network, ACTOR_ADAPTER):
+        with adapter_active(self.network, ACTOR_ADAPTER), quiet_loading("transformers"):
             self.network.save_pretrained(folder)
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from flowgrpo_rc.actor.config import DiffusionLossConfig, OptimizerConfig, read_correction
@@ -82,15 +82,7 @@ class WriterActorConfig(Section):
     @property
     def diffusion_loss(self) -> DiffusionLossConfig:
         """``token_loss`` under the name by which the losses read it."""
-        names = (
-            "clip_ratio",
-            "clip_ratio_low",
-            "clip_ratio_high",
-            "clip_ratio_c",
-            "loss_agg_mode",
-            "loss_scale_factor",
-        )
-        return DiffusionLossConfig(**{name: getattr(self.token_loss, name) for name in names})
+        return DiffusionLossConfig(**asdict(self.token_loss))
 
     @property
     def kl_loss_type(self) -> str:
@@ -147,9 +139,17 @@ class PromptWriterConfig(Section):
         """Rewrites that have nothing to be compared with."""
         if self.rewrites == 1 and self.learns != "images":
             yield (
-                f"rewrites: got 1 with learns={self.learns}, but rewrites of a request are compared; give 2 or more, or "
-                "set learns to images"
+                f"rewrites: got 1 with learns={self.learns}, but rewrites of a request are compared; give 2 or more, "
+                "or set learns to images"
             )
+
+    def in_words(self, requests: int) -> str:
+        """The prompt writer of a run whose batches have so many requests."""
+        learns = {"both": "learns too", "writer": "learns alone", "images": "does not learn"}[self.learns]
+        return (
+            f"Prompt writer: {self.path}, which {learns}: {self.rewrites} prompts for each of {requests} requests, in "
+            f"{self.engine.dtype}"
+        )
 
     @property
     def lora_init_weights(self) -> str:

@@ -145,7 +145,7 @@ class SeededSampler(LogitsProcessor):
         self._draws = torch.stack(draws, dim=1).double()
         self._log_probs: list[Tensor] = []
 
-    def __call__(self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+    def __call__(self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]) -> Any:
         log_probs = scores.float().log_softmax(-1)
         # In float64: sums of 150,000 float32 probabilities lose the rare tokens.
         cumulative = log_probs.double().exp().cumsum(-1)

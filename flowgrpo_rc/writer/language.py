@@ -75,9 +75,8 @@ class LanguageModel:
 
     def attach(self, network: nn.Module, adapter: str, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         """Add the adapter of the configuration to ``network``; see ``attach_lora``."""
-        settings: Any = self.config
         attach_lora(
-            network, self, settings, dtype=dtype, compute_dtype=compute_dtype, device=self.device, adapter=adapter
+            network, self, self.config, dtype=dtype, compute_dtype=compute_dtype, device=self.device, adapter=adapter
         )
 
 

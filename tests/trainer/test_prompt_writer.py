@@ -1,0 +1,213 @@
+"""Runs with a prompt writer: against runs without one, both sides, checkpoints and processes."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tests_support import TORCHRUN, assert_close_rows, before_step, power_cut, rows_of, run_process, trainer_of
+from torch.testing import assert_close
+
+from flowgrpo_rc.batch import Key
+from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.rollout.base import RolloutSyncError
+from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.writing import PromptWriting
+
+WRITER = "algorithm.prompt_writer"
+ROLLOUT = "actor_rollout_ref.rollout"
+WITH = (
+    f"{WRITER}.path=asset:tiny_writer",
+    f"{WRITER}.lora_rank=4",
+    f"{WRITER}.lora_alpha=8",
+    f"{WRITER}.max_new_tokens=40",
+    f"{WRITER}.rewrites=2",
+    f"{WRITER}.actor.optim.lr=3e-3",
+    f"{ROLLOUT}.n=2",
+)
+REQUESTS = (
+    "data.train_files=asset:tiny_requests/train.jsonl",
+    "data.val_files=asset:tiny_requests/test.jsonl",
+    "reward.functions.ocr=1",
+    "reward.custom_reward_function.path=null",
+)
+
+
+def without_writer(row):
+    return {name: value for name, value in row.items() if not name.startswith("writer/")}
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("seed", [1, 7])
+def test_a_frozen_writer_that_repeats_requests_is_the_run_without_it(small_config, monkeypatch, seed):
+    """Digit for digit, validation included."""
+    settings = (f"trainer.seed={seed}", "trainer.test_freq=1")
+    plain = FlowGRPOTrainer(small_config(*settings, folder="plain")).fit().root
+    repeat = PromptWriting._rewrites
+
+    def identity(self, records, seeds, request):
+        found = repeat(self, records, seeds, request)
+        found.drawn[:] = records
+        return found
+
+    monkeypatch.setattr(PromptWriting, "_rewrites", identity)
+    once = (*WITH[:-3], f"{WRITER}.rewrites=1", f"{WRITER}.learns=images")
+    written = FlowGRPOTrainer(small_config(*settings, *once)).fit().root
+    rows = rows_of(written)
+    assert [without_writer(row) for row in rows] == rows_of(plain)
+    assert rows[-1]["writer/unfit_fraction"] == 0
+    assert not (written / "writer").exists()
+
+
+@pytest.mark.run
+def test_what_the_writer_learns_from(small_config, monkeypatch):
+    """Each rewrite's images, their mean as its score within its request, and the policy that wrote it as the rollout's.
+    Rewards get the request, with the rewrite beside it."""
+    trainer = FlowGRPOTrainer(small_config(*REQUESTS, *WITH, f"{WRITER}.rewrites=3", "trainer.total_training_steps=1"))
+    writer, seen = trainer.run.writer, {}
+    learn, update = writer.learn, writer.actor.update
+
+    def learning(rewrites, rewards, gather):
+        seen["rewrites"], seen["rewards"] = rewrites, rewards
+        return learn(rewrites, rewards, gather)
+
+    def updating(batch, minis, gap):
+        seen["batch"], seen["minis"] = batch, minis
+        return update(batch, minis, gap)
+
+    monkeypatch.setattr(writer, "learn", learning)
+    monkeypatch.setattr(writer.actor, "update", updating)
+    drawn = []
+    generate = trainer.run.engine.generate
+    monkeypatch.setattr(trainer.run.engine, "generate", lambda request: drawn.append(request) or generate(request))
+    row = rows_of(trainer.fit().root)[-1]
+    rewrites = seen["rewrites"]
+    # Four requests of three rewrites of two images; the first request to the engine is a validation.
+    request = next(one for one in drawn if one.window_starts is not None)
+    assert request.prompt_index.tolist() == [i for i in range(12) for _ in range(2)]
+    assert len(rewrites.drawn) == 12
+    expected = trainer.run.encoder([one.prompt for one in rewrites.drawn])
+    assert torch.equal(request.conditioning.prompts.embeds, expected.embeds)
+    known = [record.prompt for record in trainer.run.train_prompts]
+    assert all(one.prompt in known for one in rewrites.scored)
+    assert [one.metadata["written_prompt"] for one in rewrites.scored] == rewrites.written.texts
+    assert rewrites.request.tolist() == [i for i in range(4) for _ in range(3)]
+    means = torch.from_numpy(seen["rewards"]).double().view(12, 2).mean(1)
+    assert_close(writer.scores(rewrites, seen["rewards"]), means)
+    groups = means.view(4, 3)
+    expected = (groups - groups.mean(1, keepdim=True)) / (groups.flatten().std() + 1e-4)
+    assert_close(seen["batch"][Key.ADVANTAGES], expected.flatten().float(), rtol=1e-3, atol=1e-3)
+    assert [mini.rows.tolist() for mini in seen["minis"]] == [list(range(6)), list(range(6, 12))]
+    assert row["writer/score"] == pytest.approx(float(means.mean()))
+    assert row["writer/score"] == pytest.approx(row["reward/mean"])
+    assert 0 < row["writer/rollout_corr/logprob_abs_diff_mean"] < 0.1
+    assert row["writer/grad_norm"] > 0
+
+
+def test_a_rewrite_that_is_empty_or_cut_gets_the_lowest_score_of_its_request():
+    writing = PromptWriting.__new__(PromptWriting)
+    written = SimpleNamespace(
+        texts=["a", "", "c", "d", "e", "f"], ended=torch.tensor([True, True, True, False, True, True])
+    )
+    rewrites = SimpleNamespace(drawn=[None] * 6, request=torch.tensor([0, 0, 0, 5, 5, 5]), written=written)
+    rewards = np.array([0.5, 0.7, 0.9, 0.9, 0.2, 0.4, 0.9, 1.0, 0.1, 0.3, 0.6, 0.6])
+    assert_close(writing.scores(rewrites, rewards), torch.tensor([0.6, 0.3, 0.3, 0.2, 0.2, 0.6]).double())
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("side", ["writer", "images", "both"])
+def test_a_side_that_does_not_learn_stays_bit_for_bit(small_config, side):
+    trainer = FlowGRPOTrainer(small_config(*REQUESTS, *WITH, f"{WRITER}.learns={side}"))
+    run = trainer.run
+    networks = {"images": run.actor.transformer, "writer": run.writer.actor.network}
+    before = {name: adapter_state(network) for name, network in networks.items()}
+    root = trainer.fit().root
+    rows = rows_of(root)
+    for name, network in networks.items():
+        same = all(torch.equal(value, before[name][key]) for key, value in adapter_state(network).items())
+        assert same is (side not in ("both", name)), name
+    assert ("actor/grad_norm" in rows[-1]) is (side != "writer")
+    assert ("writer/grad_norm" in rows[-1]) is (side != "images")
+    assert (root / "writer" / "adapter_model.safetensors").is_file() is (side != "images")
+
+
+@pytest.mark.run
+def test_a_resumed_run_repeats_an_undisturbed_one(small_config):
+    settings = (*REQUESTS, *WITH, "trainer.total_training_steps=3")
+    whole = FlowGRPOTrainer(small_config(*settings, folder="whole"))
+    rows = rows_of(whole.fit().root)
+    parts = (*settings, "trainer.resume_mode=auto", "trainer.save_freq=2")
+    first = FlowGRPOTrainer(small_config(*parts, folder="parts"))
+    before_step(first, 2, power_cut)
+    with pytest.raises(ConnectionError):
+        first.fit()
+    second = FlowGRPOTrainer(small_config(*parts, folder="parts"))
+    assert rows_of(second.fit().root) == rows
+    own, other = (adapter_state(trainer.run.writer.actor.network) for trainer in (whole, second))
+    assert all(torch.equal(value, other[name]) for name, value in own.items())
+
+
+@pytest.mark.run
+def test_rewrites_of_a_stale_adapter_are_refused(small_config):
+    trainer = FlowGRPOTrainer(small_config(*REQUESTS, *WITH))
+    trainer.run.writer.engine.adapter_version = 7
+    with pytest.raises(RolloutSyncError, match="sampled with adapter version 7, expected 0"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((f"{ROLLOUT}.ahead=1",), "rollout.ahead: got 1 with a prompt writer, .*; set it to 0"),
+        (("algorithm.replay.batches=2",), "algorithm.replay.batches: got 2 with a prompt writer"),
+        (("data.preferences=[pairs.jsonl]",), "prompt_writer.path: got a prompt writer with data.preferences"),
+        ((f"{WRITER}.engine.dtype=int8",), "prompt_writer.engine.dtype: got 'int8'; choose one of"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        compose("tiny_qwen_image_ocr", [*WITH, *settings])
+
+
+def test_requests_are_the_numbers_of_the_prompts():
+    """The lists hold out the same numbers as those of the demo, in words."""
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "tiny_writer"))
+    try:
+        from number_requests import in_words
+    finally:
+        sys.path.pop()
+    for part in ("train", "test"):
+        prompts = Path(resolve_asset(f"asset:tiny_ocr/{part}.txt")).read_text().splitlines()
+        lines = Path(resolve_asset(f"asset:tiny_requests/{part}.jsonl")).read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert [f'the text "{row["ocr_target"]}"' for row in rows] == prompts
+        assert [row["prompt"] for row in rows] == [in_words(row["ocr_target"]) for row in rows]
+
+
+# A reward without ties: images whose advantage is 0 are left out of metrics, a process more or less of them.
+TWO = (*REQUESTS[:2], *WITH, "trainer.resume_mode=disable", f"{WRITER}.engine.dtype=float32")
+
+
+def main(folder):
+    """A run in this process group; torchrun starts this file."""
+    trainer_of(Path(folder) / "run", *TWO).fit()
+
+
+@pytest.mark.portable
+@pytest.mark.process
+def test_two_processes_give_the_update_of_one(small_config, tmp_path):
+    one = FlowGRPOTrainer(small_config(*TWO)).fit().root
+    two = tmp_path / "two"
+    done = run_process(*TORCHRUN, __file__, two, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_close_rows(rows_of(two / "run"), rows_of(one))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,285 @@
+"""The prompt writer's engine and actor: sampling, recorded log-probs, and updates against a slow reference."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flowgrpo_rc.batch import Key, MiniBatch
+from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
+from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.writer import LanguageModel, PromptWriterConfig, WriterActor, WriterEngine
+from flowgrpo_rc.writer.engine import INPUT_IDS, REQUEST_LENGTHS, SeededSampler
+
+REQUESTS = ["forty-two", "zero seven", "thirteen", "ninety"]
+
+
+def config_of(path="asset:tiny_writer", **settings):
+    settings = {"engine": {"dtype": "float32"}, "max_new_tokens": 40, "lora_rank": 4, "lora_alpha": 8} | settings
+    return PromptWriterConfig(path=str(path), **settings)
+
+
+def writer_of(config, seed=0):
+    """Language model, engine and actor; the adapter's second matrices are not 0."""
+    torch.manual_seed(seed)
+    language = LanguageModel(config, "cpu")
+    engine, actor = WriterEngine(language), WriterActor(language, 10)
+    with torch.no_grad():
+        for name, parameter in adapter_parameters(actor.network).items():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.05)
+    engine.sync(adapter_state(actor.network), 0)
+    return language, engine, actor
+
+
+@pytest.fixture(scope="module")
+def written():
+    language, engine, actor = writer_of(config_of())
+    rows = [request for request in REQUESTS for _ in range(3)]
+    return language, engine, actor, engine.write(rows, list(range(len(rows))))
+
+
+def test_recorded_log_probs_are_those_of_a_plain_forward(written):
+    """Row by row, without padding, in float32."""
+    language, _, actor, result = written
+    batch = result.batch
+    for row in range(len(batch)):
+        length = int(batch[REQUEST_LENGTHS][row])
+        count = int(batch[Key.RESPONSE_MASK][row].sum())
+        ids = batch[INPUT_IDS][row, : length + count]
+        request = language.request_tokens(REQUESTS[row // 3])
+        assert ids[:length].tolist() == request
+        with torch.no_grad():
+            logits = actor.network(input_ids=ids[None]).logits[0]
+        # The actor's adapter is active here, as it is in training.
+        expected = logits.log_softmax(-1)[torch.arange(length - 1, length + count - 1), ids[length:]]
+        assert_close(batch[Key.ROLLOUT_LOG_PROBS][row, :count], expected, rtol=0, atol=2e-5)
+        assert not batch[Key.ROLLOUT_LOG_PROBS][row, count:].any()
+        assert bool(result.ended[row]) == (int(ids[-1]) in language.ends)
+        assert language.tokenizer.decode(ids[length:], skip_special_tokens=True) == result.texts[row]
+    scored = actor.score(batch).log_probs
+    mask = batch[Key.RESPONSE_MASK]
+    assert_close(scored[mask], batch[Key.ROLLOUT_LOG_PROBS][mask], rtol=0, atol=2e-5)
+
+
+def test_a_rewrite_depends_on_request_and_seed_alone(written):
+    """Not on the rows beside it, whose requests are longer."""
+    _, engine, _, result = written
+    alone = engine.write([REQUESTS[1]], [4])
+    assert alone.texts == [result.texts[4]]
+    others = engine.write([REQUESTS[1]] * 20, list(range(100, 120)))
+    assert len(set(others.texts)) > 3
+
+
+def test_sampling_inverts_the_cumulative_distribution():
+    """By hand: probabilities .5, 0, .25, .25, and the draws of the seed."""
+    logits = torch.tensor([[0.5, 0.0, 0.25, 0.25]]).log()
+    draws = torch.rand(400, generator=torch.Generator().manual_seed(3))
+    sampler = SeededSampler([3], 400)
+    found = [int(sampler(torch.empty(1, 0), logits).argmax()) for _ in range(400)]
+    assert found == [0 if draw < 0.5 else 2 if draw < 0.75 else 3 for draw in draws.tolist()]
+    (recorded,) = sampler.recorded()
+    assert_close(recorded, logits[0, found], rtol=0, atol=1e-6)
+
+
+def test_settings_of_the_folder_do_not_change_the_distribution(tmp_path, written):
+    """A model's own penalties and limits would make the recorded log-probs another policy's."""
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_asset("asset:tiny_writer"), folder)
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text()) | {
+        "repetition_penalty": 3.0,
+        "temperature": 0.1,
+        "top_k": 1,
+        "do_sample": True,
+    }
+    file.write_text(json.dumps(settings))
+    _, engine, _ = writer_of(config_of(folder))
+    rows = [request for request in REQUESTS for _ in range(3)]
+    assert engine.write(rows, list(range(len(rows)))).texts == written[3].texts
+
+
+def test_a_long_rewrite_is_cut():
+    _, engine, _ = writer_of(config_of(max_new_tokens=5))
+    result = engine.write(REQUESTS, [0, 1, 2, 3])
+    assert not result.ended.any()
+    assert result.batch[Key.RESPONSE_MASK].shape == (4, 5)
+    assert result.batch[Key.RESPONSE_MASK].all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_holds_the_rounded_adapter(dtype):
+    language, engine, actor = writer_of(config_of(engine={"dtype": dtype}))
+    state = adapter_state(actor.network)
+    assert engine.sync(state, 3) == engine.digest_of(state)
+    assert engine.write(REQUESTS[:1], [0]).adapter_digest == engine.digest_of(state)
+    state[next(iter(state))][0, 0] += 1
+    assert engine.digest_of(state) != engine.write(REQUESTS[:1], [0]).adapter_digest
+    assert {p.dtype for p in adapter_parameters(actor.network).values()} == {torch.float32}
+    assert {p.dtype for p in language.network.parameters() if not p.requires_grad} == {torch.float32}
+
+
+CORRECTION = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 1.02,
+    "rollout_rs": "token_k1",
+    "rollout_rs_threshold": "0.9_1.1",
+}
+
+
+def reference_gradient(actor, batch, old, bypass, kl):
+    """The gradient of the loss by the formulas, over all tokens at once."""
+    mask = batch[Key.RESPONSE_MASK]
+    log_probs = actor._log_probs(batch)
+    rollout = batch[Key.ROLLOUT_LOG_PROBS]
+    gap = (log_probs.detach() if bypass else old.log_probs).double() - rollout.double()
+    keep = mask & (gap.exp() >= 0.9) & (gap.exp() <= 1.1)
+    weight = torch.ones_like(gap) if bypass else gap.exp().clamp(max=1.02)
+    before = rollout if bypass else old.log_probs
+    ratio = (log_probs - before).exp()
+    advantage = batch[Key.ADVANTAGES][:, None]
+    loss = -torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2))
+    loss = torch.where(advantage < 0, torch.minimum(loss, -advantage * 3), loss) * weight
+    if kl:
+        with torch.no_grad():
+            apart = actor._log_probs(batch, adapter=None)
+        difference = apart - log_probs
+        loss = loss + 0.3 * (difference.exp() - 1 - difference)
+    mean = (loss * keep).sum() / keep.sum()
+    return torch.autograd.grad(mean, actor._parameters), keep
+
+
+@pytest.mark.parametrize("size", [1, 5, 64])
+@pytest.mark.parametrize(("bypass", "kl"), [(False, False), (True, False), (False, True)])
+def test_an_update_has_the_gradient_of_the_formulas(size, bypass, kl):
+    """Token weights, rejection, both clips and the KL, whatever the micro-batch; engine and actor differ."""
+    settings = {
+        "ppo_micro_batch_size_per_gpu": size,
+        "use_kl_loss": kl,
+        "kl_loss_coef": 0.3,
+        "grad_clip": 1e9,
+        "rollout_correction": CORRECTION | {"bypass_mode": bypass},
+    }
+    _, engine, actor = writer_of(config_of(engine={"dtype": "bfloat16"}, actor=settings))
+    batch = engine.write([r for r in REQUESTS for _ in range(3)], list(range(12))).batch
+    generator = torch.Generator().manual_seed(5)
+    batch[Key.ADVANTAGES] = torch.randn(12, generator=generator)
+    batch[Key.ROLLOUT_LOG_PROBS] += 0.05 * torch.randn(batch[Key.ROLLOUT_LOG_PROBS].shape, generator=generator)
+    old, gap = (None, None) if bypass else actor.correct(batch, actor.score(batch))
+    expected, keep = reference_gradient(actor, batch, old, bypass, kl)
+    assert 0.5 < float(keep.sum() / batch[Key.RESPONSE_MASK].sum()) < 0.98
+    found = []
+    actor.optimizer.register_step_pre_hook(lambda *_: found.extend(p.grad.clone() for p in actor._parameters))
+    metrics = actor.update(batch, [MiniBatch(torch.arange(12), old)], gap)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, rtol=2e-3, atol=1e-6)
+    assert metrics["actor/kept_fraction"] == pytest.approx(float(keep.sum() / batch[Key.RESPONSE_MASK].sum()))
+    prefix = "rollout_corr/"
+    assert (
+        metrics[f"{prefix}rollout_rs_token_k1_fraction_low"] + metrics[f"{prefix}rollout_rs_token_k1_fraction_high"] > 0
+    )
+
+
+def test_the_first_ratio_is_one_in_decoupled_mode(written):
+    _, _, actor, result = written
+    batch = result.batch.clone()
+    batch[Key.ADVANTAGES] = torch.ones(len(batch))
+    old, gap = actor.correct(batch, actor.score(batch))
+    state = adapter_state(actor.network)
+    actor.optimizer.param_groups[0]["lr"] = 0.0
+    metrics = actor.update(batch, [MiniBatch(torch.arange(len(batch)), old)], gap)
+    assert metrics["actor/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["rollout_corr/logprob_abs_diff_mean"] < 2e-5
+    assert all(torch.equal(value, state[name]) for name, value in adapter_state(actor.network).items())
+
+
+def test_what_is_not_finite_takes_no_step(written):
+    _, _, actor, result = written
+    batch = result.batch.clone()
+    batch[Key.ADVANTAGES] = torch.full((len(batch),), torch.nan)
+    old, _ = actor.correct(batch, actor.score(batch))
+    state = adapter_state(actor.network)
+    with pytest.raises((FloatingPointError, ValueError), match="finite|NaN"):
+        actor.update(batch, [MiniBatch(torch.arange(len(batch)), old)])
+    assert all(torch.equal(value, state[name]) for name, value in adapter_state(actor.network).items())
+    with pytest.raises(ValueError, match="in decoupled mode score"):
+        actor.update(result.batch, [MiniBatch(torch.arange(2))])
+
+
+def test_a_saved_adapter_is_the_policy_in_transformers(tmp_path, written):
+    _, _, actor, result = written
+    actor.save(tmp_path)
+    network = AutoModelForCausalLM.from_pretrained(resolve_asset("asset:tiny_writer"), dtype=torch.float32)
+    network.load_adapter(str(tmp_path))
+    ids = result.batch[INPUT_IDS][:1]
+    with torch.no_grad():
+        assert_close(network(input_ids=ids).logits, actor.network(input_ids=ids).logits, rtol=0, atol=1e-5)
+
+
+def broken(tmp_path, file, change):
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_asset("asset:tiny_writer"), folder)
+    change(folder / file)
+    return folder
+
+
+def without_end(file):
+    settings = json.loads(file.read_text())
+    for name in ("eos_token", "pad_token"):
+        settings.pop(name)
+    file.write_text(json.dumps(settings))
+    for other in ("generation_config.json", "config.json"):
+        path = file.parent / other
+        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "eos_token_id"}))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", lambda file: file.unlink(), "has no config.json; give the folder of a language model"),
+        ("chat_template.jinja", lambda file: file.unlink(), "has no chat template, through which requests go"),
+        ("tokenizer_config.json", without_end, "names a token that ends a text"),
+    ],
+)
+def test_a_folder_that_cannot_write_is_refused(tmp_path, file, change, message):
+    with pytest.raises(ValueError, match=f"algorithm.prompt_writer.path: .*{message}"):
+        LanguageModel(config_of(broken(tmp_path, file, change)), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rewrites": 1}, "prompt_writer.rewrites: got 1 with learns=both.*give 2 or more, or set learns to images"),
+        ({"learns": "all"}, "prompt_writer.learns: got 'all'; choose one of both, writer, images"),
+        (
+            {"actor": {"rollout_correction": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto"}}},
+            "prompt_writer.actor.rollout_correction.rollout_rs_threshold: got auto",
+        ),
+        (
+            {"actor": {"rollout_correction": {"bypass_mode": True, "rollout_is_batch_normalize": True}}},
+            "rollout_is_batch_normalize: got true with bypass_mode=true",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(**settings)
+
+
+@pytest.mark.slow
+def test_half_of_the_shipped_writers_rewrites_are_right():
+    """Its card says 51 % of 2000; of 400, 43 % is three standard errors below."""
+    language = LanguageModel(config_of(), "cpu")
+    engine = WriterEngine(language)
+    lines = Path(resolve_asset("asset:tiny_requests/train.jsonl")).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    asked = [row for row in rows for _ in range(5)]
+    texts = engine.write([row["prompt"] for row in asked], list(range(len(asked)))).texts
+    right = [text == f'the text "{row["ocr_target"]}"' for text, row in zip(texts, asked, strict=True)]
+    assert 0.43 < sum(right) / len(right) < 0.59
+    tokenizer = AutoTokenizer.from_pretrained(resolve_asset("asset:tiny_writer"))
+    assert tokenizer.decode(tokenizer.encode('the text "42", too')) == 'the text "42", too'
