@@ -20,13 +20,18 @@ HELD_OUT = Path(__file__).resolve().parent.parent / "assets" / "tiny_ocr" / "tes
 
 
 def second_ocr(
-    lora: Path | None, targets: Sequence[str], path: str = DEMO, options: dict[str, Any] | None = None
+    lora: Path | None,
+    targets: Sequence[str],
+    path: str = DEMO,
+    options: dict[str, Any] | None = None,
+    written: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Draw one image of each of ``targets`` and let both engines read it.
 
     Args:
         path: the model.
         options: arguments of its pipeline, besides prompts, sizes and noise; by default those of the demo's.
+        written: the prompts of the images; by default those that the demo's model has learned.
     """
     import torch
 
@@ -39,7 +44,7 @@ def second_ocr(
     options = {"true_cfg_scale": 1.0} if options is None else options
     images = []
     for start in range(0, len(targets), 50):
-        prompts = [f'the text "{t}"' for t in targets[start : start + 50]]
+        prompts = list(written or (f'the text "{t}"' for t in targets))[start : start + 50]
         noise = [torch.Generator().manual_seed(10_000 + start + i) for i in range(len(prompts))]
         images += pipe(prompts, height=32, width=32, num_inference_steps=6, generator=noise, **options).images
     return read_by_both(images, targets)

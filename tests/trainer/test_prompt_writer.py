@@ -101,7 +101,7 @@ def test_what_the_writer_learns_from(small_config, monkeypatch):
     means = torch.from_numpy(seen["rewards"]).double().view(12, 2).mean(1)
     assert_close(writer.scores(rewrites, seen["rewards"]), means)
     groups = means.view(4, 3)
-    expected = (groups - groups.mean(1, keepdim=True)) / (groups.flatten().std() + 1e-4)
+    expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(correction=0) + 1e-4)
     assert_close(seen["batch"][Key.ADVANTAGES], expected.flatten().float(), rtol=1e-3, atol=1e-3)
     assert [mini.rows.tolist() for mini in seen["minis"]] == [list(range(6)), list(range(6, 12))]
     assert row["writer/score"] == pytest.approx(float(means.mean()))
@@ -191,7 +191,13 @@ def test_requests_are_the_numbers_of_the_prompts():
 
 
 # A reward without ties: images whose advantage is 0 are left out of metrics, a process more or less of them.
-TWO = (*REQUESTS[:2], *WITH, "trainer.resume_mode=disable", f"{WRITER}.engine.dtype=float32")
+TWO = (
+    *REQUESTS[:2],
+    *WITH,
+    "trainer.resume_mode=disable",
+    f"{WRITER}.engine.dtype=float32",
+    f"{ROLLOUT}.dtype=float32",
+)
 
 
 def main(folder):
