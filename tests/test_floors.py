@@ -38,6 +38,7 @@ ALLOWED = {
     "data": {"rewards", *BASE},
     "integrations": {"correction", "sde", "loss", "batch"},
 }
+ALLOWED["writer"] = {"correction", "loss", "batch", "models", "actor", "rollout", *BASE}
 ALLOWED["gap"] = {"correction", "sde", "loss", "batch", "models", "actor", "rollout", *BASE}
 ALLOWED["replay"] = {"batch", "actor", "rollout", *BASE}
 ALLOWED["planner"] = {"sde", "batch", "models", "actor", "rollout", *BASE}
@@ -85,6 +86,14 @@ def test_the_evaluation_takes_intervals_alone_from_the_gap():
     for path in files_of("evaluation"):
         taken = {name for name in imports_of(path) if name.startswith("flowgrpo_rc.gap")}
         assert taken <= {"flowgrpo_rc.gap.intervals"}, f"{path.name} imports {taken}"
+
+
+def test_the_writer_takes_nothing_of_the_image_side():
+    """The optimizer of an adapter, and its digest, are for any network."""
+    for path in files_of("writer"):
+        taken = {name for name in imports_of(path) if name.startswith(("flowgrpo_rc.actor", "flowgrpo_rc.rollout"))}
+        known = {"flowgrpo_rc.actor.config", "flowgrpo_rc.actor.optimizer", "flowgrpo_rc.rollout.digest"}
+        assert taken <= known, f"{path.name} imports {taken}"
 
 
 def test_research_is_fenced_off():

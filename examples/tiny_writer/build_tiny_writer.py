@@ -3,7 +3,7 @@
     python examples/tiny_writer/build_tiny_writer.py
 
 takes about three minutes of one core; the defaults are those of the shipped model, `assets/tiny_writer`. It learns the
-next character of rewrites (`number_requests.py`), of which a given share is right. The result depends on the seed alone
+next character of rewrites (`number_requests.py`); a given share of them is right. The result depends on the seed alone
 on a given machine and thread count.
 """
 

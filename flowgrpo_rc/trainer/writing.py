@@ -68,8 +68,8 @@ class PromptWriting:
         check_adapter(self._held, version, self.engine.sync(state, version))
 
     def write(self, step: int, requests: Sequence[PromptRecord], positions: Sequence[int]) -> Rewrites:
-        """``rewrites`` prompts for each request; ``positions`` are those of the requests in the batch of all processes,
-        on which, with step and seed, the rewrites depend."""
+        """``rewrites`` prompts for each request. Their seeds depend on the step and on ``positions``, those of the
+        requests in the batch of all processes."""
         count = self.config.rewrites
         records = [record for record in requests for _ in range(count)]
         numbers = [position * count + i for position in positions for i in range(count)]

@@ -113,7 +113,7 @@ class PromptWriterConfig(Section):
     path: PathText | None = None
     """Folder of a causal language model in transformers' format, with a chat template. Null: no prompt writer."""
     learns: Annotated[str, one_of(LEARNS)] = "both"
-    """Which side learns: ``both``, the ``writer`` alone, or the ``images``' LoRA alone."""
+    """The side that learns: ``both``, the ``writer`` alone, or the ``images``' LoRA alone."""
     rewrites: PositiveInt = 4
     """Prompts that are written for each request; each is drawn ``rollout.n`` times."""
     max_new_tokens: PositiveInt = 128

@@ -29,6 +29,7 @@ PAGES = (
     "clean_images.md",
     "cheap_rollouts.md",
     "replay.md",
+    "prompt_writer.md",
     "low_precision.md",
     "families.md",
     "coming_from_verl_omni.md",

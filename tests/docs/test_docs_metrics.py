@@ -18,7 +18,7 @@ from flowgrpo_rc.rollout.pool import EngineWork
 from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
 from flowgrpo_rc.trainer.timer import Timeline, peak_memory, speed
 
-STAGES = "rollout|probe|reward|score|correct|advantage|update|replay|sync|validate|save|log"
+STAGES = "rollout|probe|reward|score|correct|advantage|update|replay|writer|sync|validate|save|log"
 PLACEHOLDERS = {
     "t": r"[\d.e+-]+",
     "age": r"\d+",
@@ -43,7 +43,10 @@ def _pattern(row):
     parts = re.split(r"\{(\w+)\}", row)
     text = "".join(re.escape(part) if i % 2 == 0 else f"(?:{PLACEHOLDERS[part]})" for i, part in enumerate(parts))
     text = text.replace(r"\[", "(?:").replace(r"\]", ")?")  # logged with and without
-    return re.compile(f"(?:actor/)?{text}" if row.startswith("rollout_corr/") else text)
+    if row.startswith("rollout_corr/"):
+        text = f"(?:actor/|writer/)?{text}"
+    # The prompt writer's update has the names of the image model's.
+    return re.compile(re.sub(r"^actor/", "(?:actor|writer)/", text))
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,7 @@ def logged(finished_run, tmp_path_factory):
     names = {name for row in finished_run.rows() for name in row}
     assert any(name.startswith("actor/rollout_corr/") for name in names)
     names |= _names_of_a_run_with_other_options(tmp_path_factory.mktemp("other"))
+    names |= _names_of_a_prompt_writer(tmp_path_factory.mktemp("writer"))
     return names | _names_of_the_loss_of_tokens() | _names_of_the_correction() | _names_on_a_gpu() | _names_of_engines()
 
 
@@ -85,6 +89,20 @@ def _names_of_a_run_with_other_options(folder):
         return {*trainer.train_step(), *trainer.train_step(), *trainer._validate()}
     finally:
         trainer.run.engine.close()
+        trainer.folder.close()
+
+
+def _names_of_a_prompt_writer(folder):
+    from flowgrpo_rc import FlowGRPOTrainer, compose
+
+    overrides = ("algorithm.prompt_writer.path=asset:tiny_writer", f"trainer.default_local_dir={folder / 'run'}")
+    trainer = FlowGRPOTrainer(compose("tiny_qwen_image_ocr", [*SMALL_RUN, *overrides]))
+    try:
+        names = {name for name in trainer.train_step() if name.startswith("writer/")}
+        assert any(name.startswith("writer/rollout_corr/") for name in names)
+        return names
+    finally:
+        trainer.run.close_engines()
         trainer.folder.close()
 
 

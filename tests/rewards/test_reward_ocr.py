@@ -46,6 +46,15 @@ def test_scores_by_hand(reward: OCRReward) -> None:
     np.testing.assert_allclose(scores, [1, 0.5, 0, 2 / 3], rtol=1e-6)
 
 
+def test_a_target_of_the_data_takes_the_place_of_quotes(reward: OCRReward) -> None:
+    images = np.stack([render("42")] * 3)
+    rows = [{"ocr_target": "42"}, {"ocr_target": 43}, {"other": 1}]
+    scores, _ = reward(images, ["forty-two", 'a sign "17"', 'a sign "421"'], rows)
+    np.testing.assert_allclose(scores, [1, 0.5, 2 / 3], rtol=1e-6)
+    with pytest.raises(ValueError, match="prompt 1: 'forty-two' has no text in double quotes.*a column ocr_target"):
+        reward.check_prompts(['"42"', "forty-two"], metadata=[{}, {}])
+
+
 def test_flat_and_noise_score_zero(reward: OCRReward) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     scores, info = reward(np.stack([np.full((32, 32, 3), 255, np.uint8), noise]), ['"42"', '"42"'])

@@ -9,7 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tests_support import TORCHRUN, assert_close_rows, before_step, power_cut, rows_of, run_process, trainer_of
+from tests_support import (
+    TORCHRUN,
+    assert_close_rows,
+    before_step,
+    given_by,
+    power_cut,
+    rows_of,
+    run_process,
+    trainer_of,
+)
 from torch.testing import assert_close
 
 from flowgrpo_rc.batch import Key
@@ -188,6 +197,18 @@ def test_requests_are_the_numbers_of_the_prompts():
         rows = [json.loads(line) for line in lines]
         assert [f'the text "{row["ocr_target"]}"' for row in rows] == prompts
         assert [row["prompt"] for row in rows] == [in_words(row["ocr_target"]) for row in rows]
+
+
+@pytest.mark.process
+def test_the_example_script_trains_both(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "examples" / "flowgrpo_trainer" / "run_tiny_prompt_writer.sh"
+    command, *overrides = given_by(script, tmp_path, "trainer.total_training_steps=40")
+    config = compose("tiny_qwen_image_ocr", overrides)
+    writer = config.algorithm.prompt_writer
+    assert command == "demo"
+    assert (writer.path, writer.learns, writer.rewrites) == ("asset:tiny_writer", "both", 4)
+    assert writer.actor.rollout_correction.rollout_is == "token"
+    assert config.trainer.total_training_steps == 40
 
 
 # A reward without ties: images whose advantage is 0 are left out of metrics, a process more or less of them.

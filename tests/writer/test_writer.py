@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests_support import built_twice
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -283,3 +284,12 @@ def test_half_of_the_shipped_writers_rewrites_are_right():
     assert 0.43 < sum(right) / len(right) < 0.59
     tokenizer = AutoTokenizer.from_pretrained(resolve_asset("asset:tiny_writer"))
     assert tokenizer.decode(tokenizer.encode('the text "42", too')) == 'the text "42", too'
+
+
+@pytest.mark.slow
+def test_the_build_script_repeats(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "examples" / "tiny_writer" / "build_tiny_writer.py"
+    small = ("--steps", "3", "--batch-size", "4", "--samples", "0")
+    folder = built_twice(script, tmp_path, *small, weights=1) / "model"
+    engine = WriterEngine(LanguageModel(config_of(folder), "cpu"))
+    assert len(engine.write(REQUESTS, [0, 1, 2, 3]).texts) == 4
