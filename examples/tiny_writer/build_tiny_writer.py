@@ -197,6 +197,13 @@ def share_right(folder: Path, samples: int) -> float:
     return right / (samples * len(NUMBERS))
 
 
+def quality_table(right: float | None, samples: int) -> str:
+    if right is None:
+        return "Not measured."
+    rows = [("right rewrites at temperature 1", f"{right:.1%}"), ("rewrites", samples * len(NUMBERS))]
+    return table(["figure", "value"], rows)
+
+
 def main() -> None:
     arguments = vars(parse_arguments())
     output = arguments.pop("output")
@@ -213,13 +220,12 @@ def main() -> None:
         tokenizer.save_pretrained(folder)
         make_readable(folder)
         found = share_right(folder, samples) if samples else None
-        rows = [("right rewrites at temperature 1", f"{found:.1%}"), ("rewrites", samples * len(NUMBERS))]
         write_card(
             folder,
             CARD,
             settings,
             parameters=f"{count(model):,}",
-            quality="Not measured." if found is None else table(["figure", "value"], rows),
+            quality=quality_table(found, samples),
             right=settings.right,
             layers=model.config.num_hidden_layers,
             width=model.config.hidden_size,

@@ -17,6 +17,8 @@ from flowgrpo_rc.cli.errors import LOADING, NEGATIVE, TRAINING
 from flowgrpo_rc.cli.export_lora import lora_folder
 from flowgrpo_rc.cli.results import make_folder, write_files
 
+WRITER = "writer"
+"""The base image model with the prompts of the run's trained writer, and the run folder's folder of its adapter."""
 FILES = ("evaluation.json", "grid.png", "evaluation.html")
 
 
@@ -60,6 +62,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     updates = _updates(folders, config.actor_rollout_ref.model)
     config.trainer.log_val_generations = comparison.SHOWN
+    writer = _writer_folder(arguments, config)
     arguments.phase = LOADING
     run = Run(config, str(arguments.out), trains=False)
     arguments.phase = TRAINING
@@ -68,10 +71,16 @@ def run_command(arguments: argparse.Namespace) -> int:
     try:
         own = adapter_state(run.actor.transformer)
         models = []
-        for version, (name, update) in enumerate([(BASE, {}), *updates.items()]):
+        drawn = {BASE: {}} | ({} if writer is None else {WRITER: {}}) | updates
+        for version, (name, update) in enumerate(drawn.items()):
             began = time.perf_counter()
             load_adapter_state(run.actor.transformer, padded_state(update, own))
             run.adapter.push(version)
+            if run.writer is not None:
+                # The base draws what the untrained writer writes.
+                if writer is not None and name != BASE:
+                    run.writer.load(writer)
+                run.writer.push(version)
             found = validate(run, run.generate)
             # The first image of each prompt; a short list of prompts has more images than prompts.
             shown = [one for one in found.shown if one.number < count]
@@ -132,10 +141,18 @@ def _folders(arguments: argparse.Namespace) -> dict[str, Path]:
             folders["lora_ema"] = run / "lora_ema"
     for text in arguments.lora:
         name, folder = _pair("--lora", text, "NAME=FOLDER")
-        if name in ("base", *folders):
+        if name in ("base", WRITER, *folders):
             raise ValueError(f"--lora: the name {name!r} is taken already; give another")
         folders[name] = lora_folder(Path(folder).expanduser(), average=False)
     return folders
+
+
+def _writer_folder(arguments: argparse.Namespace, config: Any) -> Path | None:
+    """The adapter of the run's prompt writer; ``None`` where it has none or has not trained it."""
+    if arguments.run_dir is None or config.algorithm.prompt_writer.path is None:
+        return None
+    folder = arguments.run_dir / WRITER
+    return folder if folder.is_dir() else None
 
 
 def _pair(option: str, text: str, form: str) -> tuple[str, str]:

@@ -244,6 +244,26 @@ PANELS: tuple[Panel, ...] = (
         caption="Of mini-batches from the replay buffer; the rest of the steps are clipped.",
     ),
     Panel(
+        title="The prompt writer",
+        unit="share",
+        scale="share",
+        lines=(
+            Line(("writer/score",), "score of a rewrite", key=True),
+            Line(("writer/distinct_fraction",), "different rewrites of a request", SOFT),
+            Line(("writer/unfit_fraction",), "empty or cut", ORANGE),
+        ),
+        caption="A score is the mean reward of a rewrite's images.",
+    ),
+    Panel(
+        title="Gap of the prompt writer",
+        unit="nats a token",
+        lines=(
+            Line(("writer/rollout_corr/logprob_abs_diff_mean",), "its actor against its engine", key=True),
+            Line(("writer/log_ratio_abs_mean",), "moved by the update", SOFT),
+        ),
+        caption="Of the log-probs of tokens, before correction.",
+    ),
+    Panel(
         title="Forwards that draw an image",
         unit="forwards",
         lines=(

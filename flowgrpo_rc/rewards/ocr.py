@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.rewards.forms import ground_truth
 from flowgrpo_rc.rewards.registry import Places, Rows
 from flowgrpo_rc.section import Check, NonNegativeInt, Section, one_of
 
@@ -40,6 +41,13 @@ def quoted_target(prompt: str) -> str | None:
 def normalise(text: str) -> str:
     """``text`` without any white space and in lower case: the form that is compared."""
     return "".join(text.split()).lower()
+
+
+def target_text(prompt: str, row: Mapping[str, Any]) -> str | None:
+    """The text that an image should show: the row's ground truth, or the prompt's text in double quotes, or None."""
+    # Other data sets hold numbers or lists in the column, which no transcript is compared with.
+    truth = ground_truth(row)
+    return truth if isinstance(truth, str) and truth.strip() else quoted_target(prompt)
 
 
 def text_similarity(text: str, target: str, *, contained_is_match: bool = False) -> float:
@@ -139,7 +147,7 @@ class OCRReward:
         Args:
             images: (N, H, W, 3) uint8, RGB.
             prompts: N prompts, each with its target in double quotes.
-            metadata: a row for each prompt; ``ocr_target`` in it takes the place of the quoted text.
+            metadata: a row for each prompt; its ``ground_truth`` takes the place of the quoted text.
 
         Returns:
             (N,) float32 in [0, 1], and ``{"text": the reading of each image}``.
@@ -150,7 +158,7 @@ class OCRReward:
         self.check_prompts(prompts, image_size=(images.shape[1], images.shape[2]), metadata=metadata)
         texts = self.read(images)
         contained = self.config.contained_is_match
-        targets = [_target(*pair) or "" for pair in zip(prompts, metadata or [{}] * len(prompts), strict=True)]
+        targets = [target_text(*pair) or "" for pair in zip(prompts, metadata or [{}] * len(prompts), strict=True)]
         scores = [text_similarity(*pair, contained_is_match=contained) for pair in zip(texts, targets, strict=True)]
         return np.asarray(scores, dtype=np.float32), {"text": texts}
 
@@ -190,11 +198,11 @@ class OCRReward:
             room = max(input_width, input_height * width // height) // PIXELS_PER_CHARACTER
         for index, prompt in enumerate(prompts):
             where = f"prompt {index}" if sources is None else sources[index]
-            target = _target(prompt, {} if metadata is None else metadata[index])
+            target = target_text(prompt, {} if metadata is None else metadata[index])
             if target is None:
                 raise ValueError(
                     f"{where}: {prompt!r} has no text in double quotes, which the reward 'ocr' compares with; write "
-                    'the wanted text in quotes, as in: a sign that says "42", or into a column ocr_target, or turn '
+                    'the wanted text in quotes, as in: a sign that says "42", or into a column ground_truth, or turn '
                     "the reward off with reward.functions.ocr=0"
                 )
             length = len(normalise(target))
@@ -204,12 +212,6 @@ class OCRReward:
                     f"recogniser's input is wide enough for {room}; widen reward.ocr.rec_image_shape or set "
                     "reward.ocr.mode=full"
                 )
-
-
-def _target(prompt: str, row: Mapping[str, Any]) -> str | None:
-    """The text that an image should show; ``None`` if neither row nor prompt has one."""
-    target = row.get("ocr_target")
-    return quoted_target(prompt) if target is None else str(target)
 
 
 def _load_engine(config: OCRConfig) -> Any:

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from safetensors.torch import load_file
 from torch import Tensor
 
 from flowgrpo_rc.batch import Key, MiniBatch
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.loss import group_advantages
-from flowgrpo_rc.models.lora import adapter_state, load_adapter_state
+from flowgrpo_rc.models.lora import ACTOR_ADAPTER, adapter_state, load_adapter_state
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
 from flowgrpo_rc.rollout.seeds import VALIDATION, WRITER, seed_for
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
@@ -152,6 +153,15 @@ class PromptWriting:
         """Load what ``state_dict`` returned; raises ``AdapterMismatchError`` for another adapter's."""
         load_adapter_state(self.actor.network, state["adapter"])
         self.actor.load_optimizer(state["optimizer"]["state"], state["taken"])
+
+    def load(self, folder: Path) -> None:
+        """Load an adapter that ``save`` wrote; raises ``AdapterMismatchError`` for another shape or network."""
+        saved = load_file(folder / WRITER_FILE)
+        names = {
+            name: name.removeprefix("base_model.model.").replace(".weight", f".{ACTOR_ADAPTER}.weight")
+            for name in saved
+        }
+        load_adapter_state(self.actor.network, {names[name]: value for name, value in saved.items()})
 
     def save(self, folder: Path) -> None:
         """Write the adapter in peft's format, which ``transformers`` loads on the same base."""

@@ -23,6 +23,7 @@ from torch.testing import assert_close
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.cli.compose import compose
+from flowgrpo_rc.cli.main import main as cli_main
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rollout.base import RolloutSyncError
@@ -163,6 +164,20 @@ def test_a_resumed_run_repeats_an_undisturbed_one(small_config):
 
 
 @pytest.mark.run
+def test_evaluate_compares_base_writer_and_both(small_config, tmp_path, capsys):
+    """The last validation of a run is found again, to the digit; the base has the first one's."""
+    root = FlowGRPOTrainer(small_config(*REQUESTS, *WITH)).fit().root
+    capsys.readouterr()
+    assert cli_main(["evaluate", "--run-dir", str(root), "--out", str(tmp_path / "out")]) == 0
+    result = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    means = {row["model"]: row["mean"] for row in result["table"] if row["score"] == "mean"}
+    rows = rows_of(root)
+    assert means["base"] == rows[0]["val/reward/mean"]
+    assert means["lora"] == rows[-1]["val/reward/mean"]
+    assert set(means) == {"base", "writer", "lora"}
+
+
+@pytest.mark.run
 def test_rewrites_of_a_stale_adapter_are_refused(small_config):
     trainer = FlowGRPOTrainer(small_config(*REQUESTS, *WITH))
     trainer.run.writer.engine.adapter_version = 7
@@ -195,8 +210,8 @@ def test_requests_are_the_numbers_of_the_prompts():
         prompts = Path(resolve_asset(f"asset:tiny_ocr/{part}.txt")).read_text().splitlines()
         lines = Path(resolve_asset(f"asset:tiny_requests/{part}.jsonl")).read_text().splitlines()
         rows = [json.loads(line) for line in lines]
-        assert [f'the text "{row["ocr_target"]}"' for row in rows] == prompts
-        assert [row["prompt"] for row in rows] == [in_words(row["ocr_target"]) for row in rows]
+        assert [f'the text "{row["ground_truth"]}"' for row in rows] == prompts
+        assert [row["prompt"] for row in rows] == [in_words(row["ground_truth"]) for row in rows]
 
 
 @pytest.mark.process
