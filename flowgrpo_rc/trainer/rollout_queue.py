@@ -183,7 +183,12 @@ class RolloutQueue:
         scouts = None
         if rollout.scout.redraw:
             scouts = RolloutRequest(
-                request.conditioning, request.prompt_index, rollout.scout_steps, request.seeds, window_starts=None
+                request.conditioning,
+                request.prompt_index,
+                rollout.scout_steps,
+                request.seeds,
+                window_starts=None,
+                cache=request.cache,
             )
         return BatchRequest(step, prompts, chosen, group, request, scoring, rewrites, scouts)
 

@@ -242,6 +242,17 @@ def test_scouts_have_an_engine_of_their_own(small_config, pooled):
 
 
 @pytest.mark.run
+def test_scouts_are_drawn_with_the_runs_cache(small_config):
+    cache = (f"{ROLLOUT}.cache.name=taylorseer", f"{ROLLOUT}.cache.options={{cache_interval: 2}}")
+    trainer = FlowGRPOTrainer(small_config(f"{SCOUT}.n=6", f"{SCOUT}.redraw=true", f"{SCOUT}.steps=3", *cache))
+    request = trainer.rollouts.next(0)
+    assert request.scouts.cache == trainer.config.actor_rollout_ref.rollout.cache
+    assert (request.scouts.num_inference_steps, request.scouts.window_starts) == (3, None)
+    request.scoring.abandon()
+    assert rows_of(trainer.fit().root)[-1]["rollout/forwards_of_scouts"] == 4.5
+
+
+@pytest.mark.run
 def test_scouts_of_a_stale_adapter_are_refused(small_config):
     trainer = FlowGRPOTrainer(small_config(*WITH_FP8))
     trainer.run.scouts_engine.adapter_version = 7
