@@ -332,6 +332,9 @@ def check_fingerprint(own: Mapping[str, Any], saved: Mapping[str, Any], folder: 
                 continue  # a run may go on with other rewards
             what = f"was trained with other weights or another dtype of the reward {name!r} ({there[key]!r} there, "
             what += f"{here[key]!r} here). Give the same in reward.{name}'s settings"
+        elif part == "writer":
+            what = f"is a checkpoint with another prompt writer: {name} is {there.get(key)!r} there and "
+            what += f"{here.get(key)!r} here. Give the same in algorithm.prompt_writer"
         elif part == "references":
             what = f"was trained with other reference images ({there[key] or 'none'} there, {here[key] or 'none'} "
             what += "here). Give the images of data.train_files or data.preferences as they were"

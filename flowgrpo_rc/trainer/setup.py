@@ -182,6 +182,8 @@ class Run:
             self._try_own_rewards(dict(reversed(scored)))
         self._load_model()
         self.fingerprint = fingerprint(config, self.model, self.reward, references_digest(self.train_prompts))
+        if self.writer is not None:
+            self.fingerprint["writer"] = self.writer.fingerprint()
         require_agreement({"model or reward": self.fingerprint})
         mode = ModeInForce.configured(config.actor_rollout_ref.actor)
         self.guard = Guard(mode)

@@ -14,7 +14,8 @@ from torch import Tensor
 from flowgrpo_rc.batch import Key, MiniBatch
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.loss import group_advantages
-from flowgrpo_rc.models.lora import ACTOR_ADAPTER, adapter_state, load_adapter_state
+from flowgrpo_rc.models.digests import spread, tokenizer_digest, values_digest
+from flowgrpo_rc.models.lora import ACTOR_ADAPTER, adapter_state, base_parameters, load_adapter_state
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
 from flowgrpo_rc.rollout.seeds import VALIDATION, WRITER, seed_for
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
@@ -139,6 +140,16 @@ class PromptWriting:
             "writer/tokens": float(per_rewrite[:, 1].mean()),
             "writer/unfit_fraction": 1 - float(per_rewrite[:, 2].mean()),
             "writer/distinct_fraction": float(distinct.mean()),
+        }
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Digests of network and tokenizer, and the adapter's shape: a checkpoint is of these alone."""
+        weights = [spread(value) for value in base_parameters(self.actor.network).values()]
+        return {
+            "network": values_digest(weights),
+            "tokenizer": tokenizer_digest(self.language.tokenizer),
+            "lora_rank": self.config.lora_rank,
+            "lora_alpha": self.config.lora_alpha,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class WriterActor:
         self.config = language.config.actor
         self.network: Any = language.network
         self._device = language.device
+        self._lr = self.config.optim.lr
         computes = torch_dtype(language.config.dtype)
         language.attach(self.network, ACTOR_ADAPTER, torch.float32, computes)
         self._parameters = list(adapter_parameters(self.network).values())
@@ -92,7 +93,7 @@ class WriterActor:
         norms = [norm for _, norm in found if norm is not None]
         if norms:
             metrics["actor/grad_norm"] = sum(norms) / len(norms)
-        metrics["actor/lr"] = float(self.lr_scheduler.get_last_lr()[0])
+        metrics["actor/lr"] = self._lr
         return metrics | gap.compute()
 
     def _optimizer_step(
@@ -120,6 +121,8 @@ class WriterActor:
                 "rollout correction rejected all rewrites of an optimizer step, which is skipped", stacklevel=3
             )
             return total, None
+        # Read before the schedule advances: the rate of this step.
+        self._lr = float(self.lr_scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.lr_scheduler.step()
         return total, norm

@@ -85,6 +85,9 @@ class WriterEngine:
         Args:
             requests: one for each rewrite; equal ones side by side need no padding.
             seeds: one for each rewrite, of a random stream of its own.
+
+        Raises:
+            FloatingPointError: the network gives NaN.
         """
         language = self._language
         known = {request: language.request_tokens(request) for request in dict.fromkeys(requests)}
@@ -97,6 +100,12 @@ class WriterEngine:
                 sampler = SeededSampler([seeds[row] for row in chosen], language.config.max_new_tokens)
                 tokens += self._sample([asked[row] for row in chosen], sampler)
                 log_probs += sampler.recorded()
+        bad = [requests[row] for row, values in enumerate(log_probs) if values.isnan().any()]
+        if bad:
+            raise FloatingPointError(
+                f"the prompt writer's log-probs are NaN for the requests {bad[:4]}; try float32 for "
+                "algorithm.prompt_writer.engine.dtype, or a lower algorithm.prompt_writer.actor.optim.lr"
+            )
         lengths = [_length(row.tolist(), language.ends) for row in tokens]
         tokens = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
         mask = pad_sequence([torch.ones(length, dtype=torch.bool) for length in lengths], batch_first=True)
@@ -152,6 +161,8 @@ class SeededSampler(LogitsProcessor):
         draw = self._draws[len(self._log_probs)].to(scores.device) * cumulative[:, -1]
         # The first token whose sum exceeds the draw; one of probability 0 never is.
         chosen = torch.searchsorted(cumulative, draw[:, None], right=True)
+        # Only NaN lies beyond the last token; ``write`` refuses it.
+        chosen = chosen.clamp(max=scores.shape[-1] - 1)
         self._log_probs.append(log_probs.gather(-1, chosen).squeeze(-1))
         return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)
 

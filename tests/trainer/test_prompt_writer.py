@@ -28,6 +28,7 @@ from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rollout.base import RolloutSyncError
 from flowgrpo_rc.trainer import FlowGRPOTrainer
+from flowgrpo_rc.trainer.checkpoint import CheckpointError
 from flowgrpo_rc.trainer.writing import PromptWriting
 
 WRITER = "algorithm.prompt_writer"
@@ -159,6 +160,9 @@ def test_a_resumed_run_repeats_an_undisturbed_one(small_config):
         first.fit()
     second = FlowGRPOTrainer(small_config(*parts, folder="parts"))
     assert rows_of(second.fit().root) == rows
+    for change in (f"{WRITER}.lora_alpha=16", f"{WRITER}.path=null"):
+        with pytest.raises(CheckpointError, match="with another prompt writer: .*algorithm.prompt_writer"):
+            FlowGRPOTrainer(small_config(*parts, change, folder="parts"))
     own, other = (adapter_state(trainer.run.writer.actor.network) for trainer in (whole, second))
     assert all(torch.equal(value, other[name]) for name, value in own.items())
 

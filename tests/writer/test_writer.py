@@ -211,6 +211,14 @@ def test_what_is_not_finite_takes_no_step(written):
         actor.update(result.batch, [MiniBatch(torch.arange(2))])
 
 
+def test_nan_is_never_sampled():
+    _, engine, _ = writer_of(config_of())
+    with torch.no_grad():
+        next(iter(adapter_parameters(engine.network, "rollout").values())).fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match=r"NaN for the requests \['forty-two'\]; try float32 for"):
+        engine.write(REQUESTS[:1], [0])
+
+
 def test_a_saved_adapter_is_the_policy_in_transformers(tmp_path, written):
     _, _, actor, result = written
     actor.save(tmp_path)
