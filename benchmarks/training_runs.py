@@ -151,20 +151,25 @@ def summarise(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
     means = {name: fmean(r[name] for r in steps if name in r) for name in sorted(names)}
     curves = {name: [r.get(name) for r in steps] for name in CURVES if name in names}
     seconds = [sum(r.get(f"timing_s/{stage}", 0.0) for stage in TRAINING_STAGES) for r in steps]
-    gaps = [next((r[n] for n in GAPS if n in r), None) for r in steps]  # a guarded run changes its mode on the way
-    gap = next(n for n in GAPS if n in means)
-    rejected = 1 - means["actor/kept_fraction"]
+    updates = {}
+    if "actor/kept_fraction" in means:  # a prompt writer may learn without the image model
+        gaps = [next((r[n] for n in GAPS if n in r), None) for r in steps]  # a guarded run changes its mode on the way
+        gap = next(n for n in GAPS if n in means)
+        rejected = 1 - means["actor/kept_fraction"]
+        updates = {
+            "gap": fmean(value for value in gaps if value is not None),
+            "gap_metric": gap,
+            "gap_is_lower_bound": gap.startswith("actor/") and rejected > 0,
+            "gap_curve": gaps,
+            "clip_fraction": means["actor/pg_clipfrac"],
+            "clip_fraction_curve": [r["actor/pg_clipfrac"] for r in steps],
+            "rejected": rejected,
+        }
     return {
         "held_out": held_out,
         "final_held_out": held_out[max(held_out)],
         "training": {int(r["step"]): r["reward/mean"] for r in steps},
-        "gap": fmean(value for value in gaps if value is not None),
-        "gap_metric": gap,
-        "gap_is_lower_bound": gap.startswith("actor/") and rejected > 0,
-        "gap_curve": gaps,
-        "clip_fraction": means["actor/pg_clipfrac"],
-        "clip_fraction_curve": [r["actor/pg_clipfrac"] for r in steps],
-        "rejected": rejected,
+        **updates,
         "step_seconds": fmean(seconds[1:] or seconds),  # the first step warms up
         "validation_seconds": fmean(r["timing_s/validate"] for r in rows if "timing_s/validate" in r),
         "metrics": means,
@@ -175,7 +180,9 @@ def summarise(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
 def _is_kept(name: str) -> bool:
     """Whether a result has the mean of this metric over the run."""
     by_timestep = "/ts_" in name
-    return name.startswith(("actor/", "rollout_corr/")) or (name.startswith("rollout_sync/") and not by_timestep)
+    return name.startswith(("actor/", "rollout_corr/", "writer/")) or (
+        name.startswith("rollout_sync/") and not by_timestep
+    )
 
 
 def run_one(study: Study, setting: str, seed: int, machine: dict) -> tuple[dict[str, Any] | None, str]:
@@ -202,7 +209,8 @@ def run_one(study: Study, setting: str, seed: int, machine: dict) -> tuple[dict[
     error_file.unlink(missing_ok=True)
     curve = " ".join(f"{value:.2f}" for value in figures["held_out"].values())
     result = {**head, **figures, "wall_seconds": seconds, "machine": machine}
-    return result, f"{name}: held out {curve}  gap {figures['gap']:.1e}  {seconds:.0f} s"
+    gap = f"  gap {figures['gap']:.1e}" if "gap" in figures else ""
+    return result, f"{name}: held out {curve}{gap}  {seconds:.0f} s"
 
 
 def write_results(path: Path, results: Iterable[dict[str, Any]]) -> None:
