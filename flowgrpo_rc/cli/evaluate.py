@@ -149,10 +149,12 @@ def _folders(arguments: argparse.Namespace) -> dict[str, Path]:
 
 def _writer_folder(arguments: argparse.Namespace, config: Any) -> Path | None:
     """The adapter of the run's prompt writer; ``None`` where it has none or has not trained it."""
+    from flowgrpo_rc.trainer.writing import WRITER_FILE
+
     if arguments.run_dir is None or config.algorithm.prompt_writer.path is None:
         return None
     folder = arguments.run_dir / WRITER
-    return folder if folder.is_dir() else None
+    return folder if (folder / WRITER_FILE).is_file() else None
 
 
 def _pair(option: str, text: str, form: str) -> tuple[str, str]:

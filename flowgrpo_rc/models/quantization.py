@@ -25,20 +25,26 @@ NF4_BLOCK = 64
 """Weights that share a scale in ``nf4``."""
 
 
-def check_packages(quantization: str | None = None, optimizer: str = "adamw", *, engine: str | None = None) -> None:
+def check_packages(
+    quantization: str | None = None,
+    optimizer: str = "adamw",
+    *,
+    engine: str | None = None,
+    optimizer_of: str = "actor_rollout_ref.actor",
+) -> None:
     """Raise ``UnsupportedModelError`` unless the packages are installed that base, optimizer and the kernels of the
-    ``engine`` need; imports none."""
+    ``engine`` need; imports none. ``optimizer_of`` is the section of the optimizer's owner."""
     needed = []
     if quantization is not None:
-        needed.append(("model.quantization", quantization, LIBRARIES[quantization], "null"))
+        needed.append(("actor_rollout_ref.model.quantization", quantization, LIBRARIES[quantization], "null"))
     if engine in LIBRARIES:
-        needed.append(("rollout.quantization", engine, LIBRARIES[engine], "null"))
+        needed.append(("actor_rollout_ref.rollout.quantization", engine, LIBRARIES[engine], "null"))
     if optimizer == "adamw_8bit":
-        needed.append(("actor.optim.name", optimizer, "bitsandbytes", "adamw"))
+        needed.append((f"{optimizer_of}.optim.name", optimizer, "bitsandbytes", "adamw"))
     for field, value, library, without in needed:
         if find_spec(library) is None:
             raise UnsupportedModelError(
-                f"actor_rollout_ref.{field}: got {value}, which needs {library}, and that is not installed; "
+                f"{field}: got {value}, which needs {library}, and that is not installed; "
                 f"pip install '.[quantization]' in a checkout, or set it to {without}"
             )
 

@@ -22,7 +22,7 @@ class PlannedRun:
     model: ModelConfig
     actor: DiffusionActorConfig
     rollout: RolloutConfig
-    prompts: int  # Prompts of a step: ``data.train_batch_size``
+    prompts: int  # Prompts of a step that are drawn
     scored_share: float = 0.0  # Share of a batch that is scored before the update; 0 in bypass mode
     replayed: float = 0.0  # Optimizer steps from the replay buffer for each from new images, once it is full
     autocast: bool = False  # Run the actor's forwards under bfloat16 autocast

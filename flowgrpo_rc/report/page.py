@@ -238,6 +238,8 @@ def settings(history: History) -> list[tuple[str, str]]:
     if history.setting("actor_rollout_ref.actor.detach_unconditional", False) is True:
         actor += ", no gradient through the unconditional half"
     prompts = history.setting("data.train_batch_size")
+    if history.setting("algorithm.prompt_writer.path") is not None:
+        prompts = f"{prompts} requests x {history.setting('algorithm.prompt_writer.rewrites')}"
     mini = history.setting("actor_rollout_ref.actor.ppo_mini_batch_size")
     batch = f"{prompts} prompts x {rollout('n')} images, mini-batches of {mini} prompts; "
     batch += f"{rollout('algo.sde_window_size')} of {rollout('pipeline.num_inference_steps')} steps are "

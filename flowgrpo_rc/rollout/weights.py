@@ -35,8 +35,11 @@ def on_device(quantization: str | None, device: torch.device) -> str | None:
     return "fp8" if able else EMULATED
 
 
-def check_kernels(quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Check that an engine in ``dtype`` can have ``rollout.quantization`` on ``device``, before anything is loaded.
+def check_kernels(
+    quantization: str | None, dtype: torch.dtype, device: torch.device, section: str = "actor_rollout_ref.rollout"
+) -> None:
+    """Check that an engine in ``dtype`` can have ``quantization`` on ``device``, before anything is loaded; ``section``
+    has both settings.
 
     Raises:
         UnsupportedModelError: the package of its kernels is missing.
@@ -46,7 +49,7 @@ def check_kernels(quantization: str | None, dtype: torch.dtype, device: torch.de
     check_packages(engine=here)
     if here == "fp8" and dtype != torch.bfloat16:
         raise ValueError(
-            f"actor_rollout_ref.rollout.dtype: got {dtype_name(dtype)} with quantization=fp8, whose kernels take "
+            f"{section}.dtype: got {dtype_name(dtype)} with quantization=fp8, whose kernels take "
             f"bfloat16 alone; set it to bfloat16, or quantization={EMULATED}"
         )
 

@@ -180,7 +180,10 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
     """Load every part. The digests were right, so that a part that does not fit is of another version."""
     process = run.accelerator.process_index
     actor = run.actor
-    _check_optimizer(actor.config.optim.name, tensors)
+    _check_optimizer(actor.config.optim.name, tensors.get("optimizer", {}).get("state", {}), "actor_rollout_ref.actor")
+    if run.writer is not None and "writer" in tensors:
+        moments = tensors["writer"]["optimizer"]["state"]
+        _check_optimizer(run.writer.config.actor.optim.name, moments, "algorithm.prompt_writer.actor")
     try:
         run.sampler.load_state_dict(state["sampler"])
         # A checkpoint without one is of a run with another reference; then the configuration's adapter is the start.
@@ -209,14 +212,13 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
     run.adapter.restore(state["step"], tensors.get("older_adapters", {}), tensors.get("old_policy"))
 
 
-def _check_optimizer(name: str, tensors: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` for moments of the other optimizer."""
-    moments = tensors.get("optimizer", {}).get("state", {})
+def _check_optimizer(name: str, moments: Mapping[int, Any], section: str) -> None:
+    """Raise ``CheckpointError`` for moments of the other optimizer; ``section`` is the one with ``optim``."""
     in_8_bits = any(BITSANDBYTES_STATE in state for state in moments.values())
     saved = "adamw_8bit" if in_8_bits else "adamw"
     if moments and saved != name:
         raise CheckpointError(
-            f"actor_rollout_ref.actor.optim.name: got {name}, but the checkpoint has the moments of {saved}; set it to "
+            f"{section}.optim.name: got {name}, but the checkpoint has the moments of {saved}; set it to "
             f"{saved}, or use trainer.resume_mode=disable to start afresh"
         )
 

@@ -270,6 +270,16 @@ class FlowGRPOConfig(Section):
                 f"algorithm.replay.batches: got {self.algorithm.replay.batches} with a prompt writer, whose prompts "
                 "are in no file; set it to 0"
             )
+        if self.reward.normalization is not None:
+            yield (
+                f"reward.normalization: got {self.reward.normalization} with a prompt writer, which learns from the "
+                "weighted sum of the rewards as they are; set it to null"
+            )
+        if rollout.scout.n and self.algorithm.prompt_writer.learns == "writer":
+            yield (
+                f"actor_rollout_ref.rollout.scout.n: got {rollout.scout.n} with prompt_writer.learns=writer, where no "
+                "image is learned from; set it to 0"
+            )
         if rollout.ahead:
             yield (
                 f"actor_rollout_ref.rollout.ahead: got {rollout.ahead} with a prompt writer, which learns before it "
@@ -433,6 +443,17 @@ class FlowGRPOConfig(Section):
         """Seed of the rollouts' noise and window places."""
         own = self.actor_rollout_ref.rollout.seed
         return self.trainer.seed if own is None else own
+
+    @property
+    def rewrites(self) -> int:
+        """Prompts that are drawn for each row of the data."""
+        writer = self.algorithm.prompt_writer
+        return 1 if writer.path is None else writer.rewrites
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a batch that are drawn, over all processes."""
+        return self.data.train_batch_size * self.rewrites
 
     @property
     def mini_batches(self) -> int:

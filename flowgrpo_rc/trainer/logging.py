@@ -200,8 +200,7 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
     actor = config.actor_rollout_ref.actor
     writer = config.algorithm.prompt_writer
     requests = config.data.train_batch_size
-    rewrites = 1 if writer.path is None else writer.rewrites
-    prompts = requests * rewrites
+    rewrites, prompts = config.rewrites, config.prompts
     mini = actor.ppo_mini_batch_size
     # Per process, as the micro-batch is.
     images = mini * rewrites * rollout.n // processes

@@ -16,13 +16,11 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 def planned_run(config: FlowGRPOConfig) -> PlannedRun:
     """The settings that memory and time depend on. A prompt writer's own memory and time are not among them."""
     parts = config.actor_rollout_ref
-    writer = config.algorithm.prompt_writer
-    rewrites = 1 if writer.path is None else writer.rewrites
     return PlannedRun(
         model=parts.model,
-        actor=replace(parts.actor, ppo_mini_batch_size=parts.actor.ppo_mini_batch_size * rewrites),
+        actor=replace(parts.actor, ppo_mini_batch_size=parts.actor.ppo_mini_batch_size * config.rewrites),
         rollout=parts.rollout,
-        prompts=config.data.train_batch_size * rewrites,
+        prompts=config.prompts,
         scored_share=0.0 if config.rollout_correction.bypass_mode else config.scored_share,
         replayed=config.algorithm.replay.per_new(parts.rollout.staleness),
         autocast=config.trainer.mixed_precision == "bf16",

@@ -103,7 +103,7 @@ def model_card(
             os.path.basename(file) for file in file_list("data", config.data.preferences or config.data.train_files)
         ),
         steps=rows[-1]["step"] if rows else 0,
-        images=config.data.train_batch_size * rollout.drawn,
+        images=config.prompts * rollout.drawn,
         size=f"{pipeline.width} x {pipeline.height} pixels",
         rank=parts.model.lora_rank,
         alpha=parts.model.lora_alpha,

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -55,7 +56,8 @@ from flowgrpo_rc.trainer.encoding import (
     references_digest,
 )
 from flowgrpo_rc.trainer.memory import check_memory
-from flowgrpo_rc.trainer.writing import PromptWriting
+from flowgrpo_rc.trainer.writing import WRITTEN, PromptWriting
+from flowgrpo_rc.writer.language import RequestTokens
 
 
 class Run:
@@ -75,12 +77,17 @@ class Run:
         # An engine that is not installed is refused before anything is loaded.
         check_engine(config.actor_rollout_ref.rollout.name)
         check_packages(lora.quantization, config.actor_rollout_ref.actor.optim.name)
+        writer = config.algorithm.prompt_writer
+        if writer.path is not None:
+            check_packages(optimizer=writer.actor.optim.name, optimizer_of="algorithm.prompt_writer.actor")
         pipeline_class = check_pipeline(lora.path)
         if lora.lora_adapter_path:
             check_adapter_file(lora.lora_adapter_path, lora.lora_rank, lora.lora_alpha)
         data = config.data
         self.train_prompts, self.val_prompts = read_prompts(config, trains=trains)
         self.prompt_sets = prompt_sets(config, self.train_prompts, self.val_prompts)
+        if writer.path is not None:
+            RequestTokens(writer).of(self.prompt_sets[0].records[0].prompt)
         if trains:
             self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)
         for one in self.prompt_sets:
@@ -92,6 +99,8 @@ class Run:
         """Scorers of validation images that do not enter the reward; ``None`` without any."""
         self.scouts_engine: RolloutEngine | None = None
         """The engine of scouts that are drawn again; ``None`` where ``engine`` draws them."""
+        self.writer: PromptWriting | None = None
+        """The prompt writer; ``None`` where prompts are those of the data."""
         try:
             self._prepare(pipeline_class, project_dir)
         except BaseException:
@@ -109,10 +118,11 @@ class Run:
         return kernels_in_words(backend, head, masks, _attention_dtype(self.config), self.accelerator.device)
 
     def close_engines(self) -> None:
-        """End the rollout engines."""
-        self.engine.close()
-        if self.scouts_engine is not None:
-            self.scouts_engine.close()
+        """End the engines of images, scouts and prompts."""
+        with ExitStack() as closing:  # all of them, also where one raises
+            for engine in (self.engine, self.scouts_engine, None if self.writer is None else self.writer.engine):
+                if engine is not None:
+                    closing.callback(engine.close)
 
     def end_rewards(self) -> None:
         """End the server of a reward model and the worker processes of rewards."""
@@ -162,8 +172,10 @@ class Run:
         for name, section in (("model", parts.model), ("rollout", parts.rollout)):
             if section.torch_compile:
                 _check_compiler(f"actor_rollout_ref.{name}.torch_compile", self.accelerator.device.type)
-        for rollout in (parts.rollout, parts.rollout.of_scouts):
-            check_kernels(rollout.quantization, torch_dtype(rollout.dtype), self.accelerator.device)
+        check_kernels(parts.rollout.quantization, torch_dtype(parts.rollout.dtype), self.accelerator.device)
+        if parts.rollout.has_scouts_engine:
+            scouts, where = parts.rollout.of_scouts, f"{parts.rollout.section}.scout.engine"
+            check_kernels(scouts.quantization, torch_dtype(scouts.dtype), self.accelerator.device, where)
         _check_attention(config, pipeline_class, self.accelerator.device)
         if config.actor_rollout_ref.rollout.cache.name is not None:
             config.actor_rollout_ref.rollout.cache.of_diffusers()  # its options; the engine checks the transformer
@@ -222,10 +234,11 @@ class Run:
         states = random_states()
         for mix, one in scored.items():
             row = one.records[0]
+            metadata = dict(row.metadata)
+            if self.config.algorithm.prompt_writer.path is not None:
+                metadata[WRITTEN] = row.prompt
             size = (one.pipeline.height, one.pipeline.width)
-            try_own(
-                self.config.reward, mix.functions, row.prompt, row.metadata, source=row.source or "0", image_size=size
-            )
+            try_own(self.config.reward, mix.functions, row.prompt, metadata, source=row.source or "0", image_size=size)
         restore_random_states(states)
         # Engines in other processes need the memory of models that the trial has loaded.
         torch.cuda.empty_cache()
@@ -267,8 +280,6 @@ class Run:
         decay = algorithm.old_decay if self._trains and algorithm.averages_old_policy else None
         late = (rollout.staleness, rollout.ahead)
         self.adapter = AdapterSync(self.engine, self.actor, *late, decay, self.scouts_engine)
-        self.writer: PromptWriting | None = None
-        """The prompt writer; ``None`` where prompts are those of the data."""
         if writes:
             self.writer = PromptWriting(self.config, self.accelerator, self.total_steps)
         together = 2 if parts.actor.diffusion_loss.objective.paired else 1
@@ -376,7 +387,8 @@ def _check_attention(config: FlowGRPOConfig, name: str, device: torch.device) ->
     field = "actor_rollout_ref.rollout.rollout_attn_backend"
     backend = parts.rollout.rollout_attn_backend
     if parts.rollout.name == "diffusers":
-        check(field, backend, dtype=torch_dtype(parts.rollout.dtype), trains=False)
+        for dtype in {parts.rollout.dtype, parts.rollout.of_scouts.dtype}:
+            check(field, backend, dtype=torch_dtype(dtype), trains=False)
     elif device.type == "cpu" and backend not in (None, "TORCH_SDPA"):
         raise ValueError(f"{field}: got {backend}, which vllm-omni has on a GPU alone; set it to TORCH_SDPA or null")
 

@@ -97,11 +97,11 @@ def speed(
     times: dict[str, float], images: int, processes: int, seconds_at_peak: float | None = None
 ) -> dict[str, float]:
     """Time per image by stage, and images per second, of ``images`` over all ``processes`` with a GPU each. ``times``
-    are seconds as ``timing_s/<stage>``; without an update there are no metrics. ``seconds_at_peak``, if known, is the
-    time of one such GPU at its peak for the transformer's forwards and backwards and for decoding."""
+    are seconds as ``timing_s/<stage>``; without an update of either side there are no metrics. ``seconds_at_peak``, if
+    known, is the time of one such GPU at its peak for the transformer's forwards and backwards and for decoding."""
     found = {stage: times[f"timing_s/{stage}"] for stage in TRAINING_STAGES if f"timing_s/{stage}" in times}
     # A row of a validation alone has no images of training.
-    if "update" not in found:
+    if not found.keys() & {"update", "writer"}:
         return {}
     seconds = sum(found.values())
     metrics = {

@@ -128,7 +128,7 @@ class FlowGRPOTrainer:
             run.writer.push(self.step)
         configured = ModeInForce.configured(config.actor_rollout_ref.actor)
         self.rollouts = (PreferenceQueue if config.data.preferences else RolloutQueue)(run, configured)
-        rollout, prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
+        rollout, prompts = config.actor_rollout_ref.rollout, config.prompts
         bands = (run.clip_bands, run.rejection_bands)
         self.rescoring = Rescoring(rollout, configured, prompts, run.actor, self.adapter, *bands)
         self.replay = Replay(run, self._set_limits, self._naming, self._gather)
@@ -142,7 +142,8 @@ class FlowGRPOTrainer:
                 batch, images = self._rollout(request)
             # Before the rewards, which may still be computed in a thread while the probe uses the GPU. Scouts that are
             # drawn again have recorded nothing.
-            sync_metrics = self._probe(batch, request) if request.scouts is None else {}
+            probes = request.scouts is None and self.learns_images
+            sync_metrics = self._probe(batch, request) if probes else {}
             with self.timer("reward"):
                 # While servers and threads still score.
                 metrics = image_metrics(images, batch[Key.GROUP], self._gather)
@@ -399,7 +400,7 @@ class FlowGRPOTrainer:
     def _loop(self, stop: Event) -> None:
         """Train to the last step or to a request to stop."""
         trainer = self.config.trainer
-        images = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.drawn
+        images = self.config.prompts * self.config.actor_rollout_ref.rollout.drawn
         if self.step == 0 and trainer.val_before_train and self.run.val_prompts:
             self._log(self._validate() | self.timer.take())
         # A request to one process stops all of them: they must end at the same step.

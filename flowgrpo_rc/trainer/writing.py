@@ -147,7 +147,8 @@ class PromptWriting:
         weights = [spread(value) for value in base_parameters(self.actor.network).values()]
         return {
             "network": values_digest(weights),
-            "tokenizer": tokenizer_digest(self.language.tokenizer),
+            "tokenizer": tokenizer_digest(self.language.tokens.tokenizer),
+            "ends": self.language.tokens.ends,
             "lora_rank": self.config.lora_rank,
             "lora_alpha": self.config.lora_alpha,
         }

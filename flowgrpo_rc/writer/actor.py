@@ -27,7 +27,7 @@ from flowgrpo_rc.loss.tokens import token_loss_sums
 from flowgrpo_rc.models.lora import ACTOR_ADAPTER, adapter_active, adapter_parameters
 from flowgrpo_rc.quiet import quiet_loading
 from flowgrpo_rc.writer.engine import INPUT_IDS, REQUEST_LENGTHS
-from flowgrpo_rc.writer.language import LanguageModel, token_log_probs
+from flowgrpo_rc.writer.language import LanguageModel, NonFiniteWriterError, token_log_probs
 
 
 class WriterActor:
@@ -56,6 +56,11 @@ class WriterActor:
         """Write the adapter in peft's format: ``transformers`` and ``peft`` load it on the same base."""
         with adapter_active(self.network, ACTOR_ADAPTER), quiet_loading("transformers"):
             self.network.save_pretrained(folder)
+        # It is written for its owner alone, whatever the umask allows.
+        for file in folder.glob("*.safetensors"):
+            weights = file.read_bytes()
+            file.unlink()
+            file.write_bytes(weights)
 
     @torch.no_grad()
     def score(self, batch: TensorDict) -> OldPolicy:
@@ -81,7 +86,7 @@ class WriterActor:
             gap: measurements of the correction so far; bypass mode adds its own.
 
         Raises:
-            FloatingPointError: a loss or gradient is not finite; the optimizer was not stepped.
+            NonFiniteWriterError: a loss or gradient is not finite; the optimizer was not stepped.
             ValueError: a mini-batch without an old policy in decoupled mode.
         """
         bypasses = self.config.rollout_correction.bypass_mode
@@ -111,7 +116,7 @@ class WriterActor:
         # Sums over all processes, so that all take the same branch.
         if not math.isfinite(total.loss) or not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(
+            raise NonFiniteWriterError(
                 "the writer's loss or gradient is not finite; the optimizer was not stepped. Try a lower "
                 "algorithm.prompt_writer.actor.optim.lr, or float32 for algorithm.prompt_writer.dtype"
             )

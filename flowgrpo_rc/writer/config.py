@@ -44,7 +44,12 @@ class TokenLossConfig(Section):
     loss_agg_mode: Annotated[str, one_of(AGGREGATIONS)] = "token-mean"
     """How losses of tokens become one number, one of ``loss.aggregation.AGGREGATIONS``."""
     loss_scale_factor: PositiveFloat | None = None
-    """Divisor of ``seq-mean-token-sum-norm``; null takes the padded length."""
+    """Divisor of ``seq-mean-token-sum-norm``."""
+
+    def problems(self) -> Iterator[str]:
+        """A divisor that would be the longest rewrite of a batch on one process."""
+        if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_scale_factor is None:
+            yield "loss_scale_factor: got null with loss_agg_mode=seq-mean-token-sum-norm; give a number, e.g. 128"
 
 
 @documented_fields

@@ -15,7 +15,7 @@ from flowgrpo_rc.batch import Key
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.lora import activate, adapter_active, adapter_parameters, load_adapter_state
 from flowgrpo_rc.rollout.digest import adapter_digest
-from flowgrpo_rc.writer.language import LanguageModel
+from flowgrpo_rc.writer.language import LanguageModel, NonFiniteWriterError
 
 INPUT_IDS = "input_ids"
 """``(B, L)`` int64: tokens of request and rewrite, padded at the end."""
@@ -59,8 +59,8 @@ class WriterEngine:
         self.network.generation_config = GenerationConfig(
             do_sample=False,
             max_new_tokens=language.config.max_new_tokens,
-            eos_token_id=language.ends,
-            pad_token_id=language.pad,
+            eos_token_id=language.tokens.ends,
+            pad_token_id=language.tokens.pad,
         )
         self.adapter_version = -1
 
@@ -87,10 +87,10 @@ class WriterEngine:
             seeds: one for each rewrite, of a random stream of its own.
 
         Raises:
-            FloatingPointError: the network gives NaN.
+            NonFiniteWriterError: the network gives NaN.
         """
         language = self._language
-        known = {request: language.request_tokens(request) for request in dict.fromkeys(requests)}
+        known = {request: language.tokens.of(request) for request in dict.fromkeys(requests)}
         asked = [known[request] for request in requests]
         tokens: list[Tensor] = []
         log_probs: list[Tensor] = []
@@ -102,24 +102,24 @@ class WriterEngine:
                 log_probs += sampler.recorded()
         bad = [requests[row] for row, values in enumerate(log_probs) if values.isnan().any()]
         if bad:
-            raise FloatingPointError(
+            raise NonFiniteWriterError(
                 f"the prompt writer's log-probs are NaN for the requests {bad[:4]}; try float32 for "
                 "algorithm.prompt_writer.engine.dtype, or a lower algorithm.prompt_writer.actor.optim.lr"
             )
-        lengths = [_length(row.tolist(), language.ends) for row in tokens]
+        lengths = [_length(row.tolist(), language.tokens.ends) for row in tokens]
         tokens = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
         mask = pad_sequence([torch.ones(length, dtype=torch.bool) for length in lengths], batch_first=True)
         whole = [torch.cat([torch.tensor(first), row]) for first, row in zip(asked, tokens, strict=True)]
         batch = {
-            INPUT_IDS: pad_sequence(whole, batch_first=True, padding_value=language.pad),
+            INPUT_IDS: pad_sequence(whole, batch_first=True, padding_value=language.tokens.pad),
             REQUEST_LENGTHS: torch.tensor([len(first) for first in asked]),
             Key.RESPONSE_MASK: mask,
             Key.ROLLOUT_LOG_PROBS: pad_sequence(
                 [row[:length] for row, length in zip(log_probs, lengths, strict=True)], batch_first=True
             ),
         }
-        ended = torch.tensor([int(row[-1]) in language.ends for row in tokens])
-        texts = [language.text(row.tolist()) for row in tokens]
+        ended = torch.tensor([int(row[-1]) in language.tokens.ends for row in tokens])
+        texts = [language.tokens.text(row.tolist()) for row in tokens]
         record = TensorDict(batch, batch_size=[len(asked)])
         return Written(texts, record, ended, self.adapter_version, self._held_digest())
 
@@ -130,7 +130,7 @@ class WriterEngine:
     def _sample(self, asked: Sequence[list[int]], sampler: "SeededSampler") -> list[Tensor]:
         """Tokens after each request, with what comes after their end; on the host."""
         longest = max(map(len, asked))
-        pad = self._language.pad
+        pad = self._language.tokens.pad
         # Padded in front, so that all rows go on at the same place.
         ids = torch.tensor([[pad] * (longest - len(row)) + row for row in asked])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in asked])

@@ -1,6 +1,7 @@
 """The writer's language model and its tokenizer."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.lora import attach_lora, linear_layers
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.quiet import quiet_loading
@@ -17,38 +19,78 @@ from flowgrpo_rc.writer.config import PromptWriterConfig
 PATH = "algorithm.prompt_writer.path"
 
 
-class LanguageModel:
-    """A causal language model, frozen, with the tokenizer of its folder.
+class NonFiniteWriterError(RuntimeError):
+    """A log-prob, loss or gradient of the prompt writer is not finite."""
+
+
+class RequestTokens:
+    """The tokenizer of the writer's folder, and the tokens that end a rewrite. Reads no weights.
 
     Raises:
-        ValueError: the folder holds no causal language model, or its tokenizer has no chat template.
+        ValueError: the folder holds no language model, its tokenizer has no chat template, or nothing ends a rewrite.
     """
 
-    def __init__(self, config: PromptWriterConfig, device: Any) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    def __init__(self, config: PromptWriterConfig) -> None:
+        from transformers import AutoTokenizer
 
-        folder = Path(resolve_asset(config.path or ""))
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{PATH}: {folder} has no config.json; give the folder of a language model")
-        self.config = config
-        self.device = torch.device(device)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.folder = Path(resolve_asset(config.path or ""))
+        if not (self.folder / "config.json").is_file():
+            raise ValueError(f"{PATH}: {self.folder} has no config.json; give the folder of a language model")
+        self._config = config
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
         if not self.tokenizer.chat_template:
             raise ValueError(
-                f"{PATH}: the tokenizer in {folder} has no chat template, through which requests go; give a model "
+                f"{PATH}: the tokenizer in {self.folder} has no chat template, through which requests go; give a model "
                 "that was trained on chats, or add its chat_template.jinja"
             )
-        with quiet_loading("transformers"):
-            self.network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype(config.dtype))
-        self.network.requires_grad_(False).eval().to(self.device)
-        ends = self.network.generation_config.eos_token_id
+        files = (self.folder / name for name in ("generation_config.json", "config.json"))
+        named = [json.loads(file.read_text()).get("eos_token_id") for file in files if file.is_file()]
+        ends = next((one for one in (*named, self.tokenizer.eos_token_id) if one is not None), None)
         if ends is None:
-            ends = self.tokenizer.eos_token_id
-        self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends or ())
+            raise ValueError(
+                f"{PATH}: neither the model in {self.folder} nor its tokenizer names a token that ends a text"
+            )
+        self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends)
         """Tokens that end a rewrite."""
-        if not self.ends:
-            raise ValueError(f"{PATH}: neither the model in {folder} nor its tokenizer names a token that ends a text")
         self.pad: int = self.ends[0] if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+
+    def of(self, request: str) -> list[int]:
+        """The tokens of a request, up to the place where the rewrite begins.
+
+        Raises:
+            ValueError: the chat template does not take it.
+        """
+        system = self._config.system_prompt
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": request})
+        options = self._config.chat_template_kwargs
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False, **options
+            )
+        except Exception as error:  # of the template's own language
+            raise ValueError(
+                f"algorithm.prompt_writer: the chat template in {self.folder} does not take the request {request!r} "
+                f"({one_line(error)}); see its system_prompt={system!r} and chat_template_kwargs={options}"
+            ) from error
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of a rewrite, without special tokens."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+class LanguageModel:
+    """A causal language model, frozen, with the tokenizer of its folder; raises as ``RequestTokens``."""
+
+    def __init__(self, config: PromptWriterConfig, device: Any) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.config = config
+        self.device = torch.device(device)
+        self.tokens = RequestTokens(config)
+        with quiet_loading("transformers"):
+            network = AutoModelForCausalLM.from_pretrained(self.tokens.folder, dtype=torch_dtype(config.dtype))
+        self.network: Any = network.requires_grad_(False).eval().to(self.device)
 
     @property
     def default_lora_targets(self) -> list[str]:
@@ -57,27 +99,25 @@ class LanguageModel:
         layers = linear_layers(self.network).items()
         return sorted({name.rpartition(".")[2] for name, layer in layers if layer is not output})
 
-    def request_tokens(self, request: str) -> list[int]:
-        """The tokens of a request, up to the place where the rewrite begins."""
-        system = self.config.system_prompt
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        messages.append({"role": "user", "content": request})
-        options = self.config.chat_template_kwargs
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
-
-    def text(self, tokens: list[int]) -> str:
-        """The text of a rewrite, without special tokens."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-
     def copy_of_base(self, dtype: torch.dtype) -> nn.Module:
         """A second network in ``dtype``; make it before an adapter is attached."""
-        return copy.deepcopy(self.network).to(dtype)
+        network = copy.deepcopy(self.network)
+        held = torch_dtype(self.config.dtype)
+        # Not buffers: rotary frequencies stay in float32, as transformers loads them.
+        for parameter in network.parameters():
+            if parameter.dtype == held:
+                parameter.data = parameter.data.to(dtype)
+        return network
 
     def attach(self, network: nn.Module, adapter: str, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         """Add the adapter of the configuration to ``network``; see ``attach_lora``."""
-        attach_lora(
-            network, self, self.config, dtype=dtype, compute_dtype=compute_dtype, device=self.device, adapter=adapter
-        )
+        how = {"dtype": dtype, "compute_dtype": compute_dtype, "device": self.device, "adapter": adapter}
+        try:
+            attach_lora(network, self, self.config, **how)
+        except ValueError as error:
+            # The image model's setting has the same name.
+            text = str(error).replace("actor_rollout_ref.model.", "algorithm.prompt_writer.")
+            raise ValueError(text) from error
 
 
 def token_log_probs(
@@ -93,7 +133,10 @@ def token_log_probs(
     """
     places = request_lengths[:, None] - 1 + torch.arange(length, device=input_ids.device)
     places = places.clamp(max=input_ids.shape[1] - 2)
-    logits = network(input_ids=input_ids).logits
-    chosen = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[-1])).float()
+    # From the first place on: logits of the requests would be the largest tensor of all.
+    first = int(request_lengths.min()) - 1
+    kept = input_ids.shape[1] - first
+    logits = network(input_ids=input_ids, use_cache=False, logits_to_keep=kept).logits
+    chosen = logits.gather(1, (places - first)[..., None].expand(-1, -1, logits.shape[-1])).float()
     tokens = input_ids.gather(1, places + 1)
     return chosen.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)

@@ -24,6 +24,7 @@ from torch.testing import assert_close
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.cli.main import main as cli_main
+from flowgrpo_rc.gap.rescoring import Rescoring
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rollout.base import RolloutSyncError
@@ -119,6 +120,7 @@ def test_what_the_writer_learns_from(small_config, monkeypatch):
     assert row["writer/score"] == pytest.approx(row["reward/mean"])
     assert 0 < row["writer/rollout_corr/logprob_abs_diff_mean"] < 0.1
     assert row["writer/grad_norm"] > 0
+    assert row["perf/total_num_images"] == 24
 
 
 def test_a_rewrite_that_is_empty_or_cut_gets_the_lowest_score_of_its_request():
@@ -182,6 +184,23 @@ def test_evaluate_compares_base_writer_and_both(small_config, tmp_path, capsys):
 
 
 @pytest.mark.run
+def test_the_probe_spreads_over_all_rewrites(small_config, monkeypatch):
+    """Not over the first requests' alone."""
+    probed = []
+    choose = Rescoring.rows
+    monkeypatch.setattr(Rescoring, "rows", lambda self, *given: probed.append(choose(self, *given)) or probed[-1])
+    settings = (f"{ROLLOUT}.probe.images=8", "trainer.total_training_steps=1", f"{WRITER}.rewrites=4")
+    FlowGRPOTrainer(small_config(*REQUESTS, *WITH, *settings)).fit()
+    assert [rows.tolist() for rows in probed] == [list(range(0, 32, 4))]
+
+
+def test_a_folder_that_cannot_write_is_refused_before_the_model_is_loaded(small_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("flowgrpo_rc.trainer.setup.open_checked", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match="algorithm.prompt_writer.path: .* has no config.json"):
+        FlowGRPOTrainer(small_config(*REQUESTS, *WITH, f"{WRITER}.path={tmp_path}"))
+
+
+@pytest.mark.run
 def test_rewrites_of_a_stale_adapter_are_refused(small_config):
     trainer = FlowGRPOTrainer(small_config(*REQUESTS, *WITH))
     trainer.run.writer.engine.adapter_version = 7
@@ -194,6 +213,11 @@ def test_rewrites_of_a_stale_adapter_are_refused(small_config):
     [
         ((f"{ROLLOUT}.ahead=1",), "rollout.ahead: got 1 with a prompt writer, .*; set it to 0"),
         (("algorithm.replay.batches=2",), "algorithm.replay.batches: got 2 with a prompt writer"),
+        (("reward.normalization=group",), "reward.normalization: got group with a prompt writer"),
+        (
+            (f"{ROLLOUT}.scout.n=4", f"{WRITER}.learns=writer"),
+            "rollout.scout.n: got 4 with prompt_writer.learns=writer",
+        ),
         (("data.preferences=[pairs.jsonl]",), "prompt_writer.path: got a prompt writer with data.preferences"),
         ((f"{WRITER}.engine.dtype=int8",), "prompt_writer.engine.dtype: got 'int8'; choose one of"),
     ],

@@ -11,10 +11,11 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowgrpo_rc.batch import Key, MiniBatch
-from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
+from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, adapter_state
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.writer import LanguageModel, PromptWriterConfig, WriterActor, WriterEngine
 from flowgrpo_rc.writer.engine import INPUT_IDS, REQUEST_LENGTHS, SeededSampler
+from flowgrpo_rc.writer.language import NonFiniteWriterError, token_log_probs
 
 REQUESTS = ["forty-two", "zero seven", "thirteen", "ninety"]
 
@@ -52,7 +53,7 @@ def test_recorded_log_probs_are_those_of_a_plain_forward(written):
         length = int(batch[REQUEST_LENGTHS][row])
         count = int(batch[Key.RESPONSE_MASK][row].sum())
         ids = batch[INPUT_IDS][row, : length + count]
-        request = language.request_tokens(REQUESTS[row // 3])
+        request = language.tokens.of(REQUESTS[row // 3])
         assert ids[:length].tolist() == request
         with torch.no_grad():
             logits = actor.network(input_ids=ids[None]).logits[0]
@@ -60,8 +61,8 @@ def test_recorded_log_probs_are_those_of_a_plain_forward(written):
         expected = logits.log_softmax(-1)[torch.arange(length - 1, length + count - 1), ids[length:]]
         assert_close(batch[Key.ROLLOUT_LOG_PROBS][row, :count], expected, rtol=0, atol=2e-5)
         assert not batch[Key.ROLLOUT_LOG_PROBS][row, count:].any()
-        assert bool(result.ended[row]) == (int(ids[-1]) in language.ends)
-        assert language.tokenizer.decode(ids[length:], skip_special_tokens=True) == result.texts[row]
+        assert bool(result.ended[row]) == (int(ids[-1]) in language.tokens.ends)
+        assert language.tokens.tokenizer.decode(ids[length:], skip_special_tokens=True) == result.texts[row]
     scored = actor.score(batch).log_probs
     mask = batch[Key.RESPONSE_MASK]
     assert_close(scored[mask], batch[Key.ROLLOUT_LOG_PROBS][mask], rtol=0, atol=2e-5)
@@ -122,6 +123,20 @@ def test_the_engine_holds_the_rounded_adapter(dtype):
     assert engine.digest_of(state) != engine.write(REQUESTS[:1], [0]).adapter_digest
     assert {p.dtype for p in adapter_parameters(actor.network).values()} == {torch.float32}
     assert {p.dtype for p in language.network.parameters() if not p.requires_grad} == {torch.float32}
+
+
+def test_equal_precision_leaves_no_gap():
+    """A bfloat16 actor and a bfloat16 engine compute the same on equal shapes: rotary frequencies stay in float32."""
+    _, engine, actor = writer_of(config_of(dtype="bfloat16", engine={"dtype": "bfloat16"}))
+    batch = engine.write(REQUESTS, [0, 1, 2, 3]).batch
+    with torch.no_grad(), adapter_active(engine.network, "rollout"):
+        found = token_log_probs(engine.network, batch[INPUT_IDS], batch[REQUEST_LENGTHS], 8)
+        expected = actor._log_probs({**batch, Key.RESPONSE_MASK: torch.ones(4, 8)})
+    assert torch.equal(found, expected)
+    gap = (actor.score(batch).log_probs - batch[Key.ROLLOUT_LOG_PROBS])[batch[Key.RESPONSE_MASK]].abs()
+    assert gap.mean() < 0.02
+    frequencies = [buffer for name, buffer in engine.network.named_buffers() if "inv_freq" in name]
+    assert {buffer.dtype for buffer in frequencies} == {torch.float32}
 
 
 CORRECTION = {
@@ -204,7 +219,7 @@ def test_what_is_not_finite_takes_no_step(written):
     batch[Key.ADVANTAGES] = torch.full((len(batch),), torch.nan)
     old, _ = actor.correct(batch, actor.score(batch))
     state = adapter_state(actor.network)
-    with pytest.raises((FloatingPointError, ValueError), match="finite|NaN"):
+    with pytest.raises((NonFiniteWriterError, ValueError), match="finite|NaN"):
         actor.update(batch, [MiniBatch(torch.arange(len(batch)), old)])
     assert all(torch.equal(value, state[name]) for name, value in adapter_state(actor.network).items())
     with pytest.raises(ValueError, match="in decoupled mode score"):
@@ -215,13 +230,14 @@ def test_nan_is_never_sampled():
     _, engine, _ = writer_of(config_of())
     with torch.no_grad():
         next(iter(adapter_parameters(engine.network, "rollout").values())).fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match=r"NaN for the requests \['forty-two'\]; try float32 for"):
+    with pytest.raises(NonFiniteWriterError, match=r"NaN for the requests \['forty-two'\]; try float32 for"):
         engine.write(REQUESTS[:1], [0])
 
 
 def test_a_saved_adapter_is_the_policy_in_transformers(tmp_path, written):
     _, _, actor, result = written
     actor.save(tmp_path)
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
     network = AutoModelForCausalLM.from_pretrained(resolve_asset("asset:tiny_writer"), dtype=torch.float32)
     network.load_adapter(str(tmp_path))
     ids = result.batch[INPUT_IDS][:1]
@@ -262,11 +278,27 @@ def test_a_folder_that_cannot_write_is_refused(tmp_path, file, change, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"chat_template_kwargs": {"conversation": 1}}, "prompt_writer: the chat template in .* does not take the req"),
+        ({"target_modules": ["foo"]}, "algorithm.prompt_writer.target_modules: foo match no linear layer"),
+    ],
+)
+def test_settings_that_the_model_does_not_take_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        WriterEngine(LanguageModel(config_of(**settings), "cpu")).write(REQUESTS[:1], [0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ({"rewrites": 1}, "prompt_writer.rewrites: got 1 with learns=both.*give 2 or more, or set learns to images"),
         ({"learns": "all"}, "prompt_writer.learns: got 'all'; choose one of both, writer, images"),
         (
             {"actor": {"rollout_correction": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto"}}},
             "prompt_writer.actor.rollout_correction.rollout_rs_threshold: got auto",
+        ),
+        (
+            {"actor": {"token_loss": {"loss_agg_mode": "seq-mean-token-sum-norm"}}},
+            "token_loss.loss_scale_factor: got null with loss_agg_mode=seq-mean-token-sum-norm; give a number",
         ),
         (
             {"actor": {"rollout_correction": {"bypass_mode": True, "rollout_is_batch_normalize": True}}},
