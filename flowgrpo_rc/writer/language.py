@@ -89,7 +89,7 @@ class LanguageModel:
         self.device = torch.device(device)
         self.tokens = RequestTokens(config)
         with quiet_loading("transformers"):
-            network = AutoModelForCausalLM.from_pretrained(self.tokens.folder, dtype=torch_dtype(config.dtype))
+            network: Any = AutoModelForCausalLM.from_pretrained(self.tokens.folder, dtype=torch_dtype(config.dtype))
         self.network: Any = network.requires_grad_(False).eval().to(self.device)
 
     @property

@@ -98,7 +98,9 @@ def test_what_the_writer_learns_from(small_config, monkeypatch):
     drawn = []
     generate = trainer.run.engine.generate
     monkeypatch.setattr(trainer.run.engine, "generate", lambda request: drawn.append(request) or generate(request))
-    row = rows_of(trainer.fit().root)[-1]
+    folder = trainer.fit()
+    row = rows_of(folder.root)[-1]
+    assert folder.rows()[-1]["perf/total_num_images"] == 24
     rewrites = seen["rewrites"]
     # Four requests of three rewrites of two images; the first request to the engine is a validation.
     request = next(one for one in drawn if one.window_starts is not None)
@@ -120,7 +122,6 @@ def test_what_the_writer_learns_from(small_config, monkeypatch):
     assert row["writer/score"] == pytest.approx(row["reward/mean"])
     assert 0 < row["writer/rollout_corr/logprob_abs_diff_mean"] < 0.1
     assert row["writer/grad_norm"] > 0
-    assert row["perf/total_num_images"] == 24
 
 
 def test_a_rewrite_that_is_empty_or_cut_gets_the_lowest_score_of_its_request():
