@@ -240,3 +240,54 @@ def test_refuses_what_verl_refuses(error: type[Exception], options: dict[str, ob
             module.compute_rollout_correction_and_rejection_mask(
                 torch.zeros(2, 2), torch.zeros(2, 2), torch.ones(2, 2), **options
             )
+
+
+def test_the_prompt_writer_learns_with_verls_numbers() -> None:
+    """Tokens that a bfloat16 engine has recorded: mask and weights in decoupled mode, then the loss."""
+    from types import SimpleNamespace
+
+    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+
+    from flowgrpo_rc import token_loss
+    from flowgrpo_rc.batch import Key
+    from flowgrpo_rc.writer import LanguageModel, PromptWriterConfig, WriterActor, WriterEngine
+
+    options = {
+        "rollout_is": "token",
+        "rollout_is_threshold": 1.005,
+        "rollout_rs": "token_k1",
+        "rollout_rs_threshold": f"0.98_{1 / 0.98}",  # verl's bounds are of rollout/train: the same band for both
+    }
+    config = PromptWriterConfig(path="asset:tiny_writer", max_new_tokens=40, actor={"rollout_correction": options})
+    torch.manual_seed(0)
+    language = LanguageModel(config, "cpu")
+    engine, actor = WriterEngine(language), WriterActor(language, 1)
+    engine.adapter_version = 0  # an adapter of zeros, as the actor's
+    batch = engine.write(["forty-two", "ninety"] * 8, list(range(16))).batch
+    old = actor.score(batch)
+    mask, rollout = batch[Key.RESPONSE_MASK], batch[Key.ROLLOUT_LOG_PROBS]
+    expected = theirs.compute_rollout_correction_and_rejection_mask(old.log_probs, rollout, mask, **options)
+    weights, kept = expected[0].batch["rollout_is_weights"], expected[1].bool()
+    corrected, gap = actor.correct(batch, old)
+    assert 0.5 < float(kept.sum() / mask.sum()) < 1
+    assert torch.equal(corrected.keep & mask, kept)
+    torch.testing.assert_close(corrected.weights[kept], weights[kept], rtol=1e-5, atol=1e-7)
+    figures = gap.compute()
+    _same(figures, {name: value for name, value in expected[2].items() if "rollout_rs_token_k1" not in name})
+    assert figures["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 - int(kept.sum()) / int(mask.sum()))
+    generator = torch.Generator().manual_seed(1)
+    advantages = torch.randn(16, 1, generator=generator).expand_as(rollout)
+    log_probs = old.log_probs + 0.3 * torch.randn(rollout.shape, generator=generator)
+    data = {Key.RESPONSE_MASK: mask, Key.ADVANTAGES: advantages, Key.ROLLOUT_LOG_PROBS: rollout}
+    found, _ = token_loss(config.actor, {"log_probs": log_probs}, data | corrected.batch_keys())
+    clip = SimpleNamespace(
+        clip_ratio=0.2,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        get=lambda name, default: {"clip_ratio_c": 3.0}.get(name, default),
+        global_batch_info={},
+    )
+    loss, _ = compute_policy_loss_vanilla(
+        old.log_probs, log_probs, advantages, kept.float(), config=clip, rollout_is_weights=weights
+    )
+    torch.testing.assert_close(found, loss, rtol=1e-5, atol=1e-7)
