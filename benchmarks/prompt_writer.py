@@ -90,7 +90,7 @@ def drawn(folder: Path | None) -> dict[str, Any]:
     asked = requests()
     writer = None if folder is None or not (folder / "writer").is_dir() else folder / "writer"
     texts = rewrites(writer, [row["prompt"] for row in asked])
-    targets = [row["ground_truth"] for row in asked]
+    targets = [row["ocr_target"] for row in asked]
     right = fmean(text == f'the text "{target}"' for text, target in zip(texts, targets, strict=True))
     read = second_ocr(None if folder is None else folder / "lora", targets, written=texts)
     return {"right": right, "examples": texts[:20]} | read

@@ -21,7 +21,6 @@ from typing import Annotated, Any
 import numpy as np
 
 from flowgrpo_rc.field_docs import documented_fields
-from flowgrpo_rc.rewards.forms import ground_truth
 from flowgrpo_rc.rewards.registry import Places, Rows
 from flowgrpo_rc.section import Check, NonNegativeInt, Section, one_of
 
@@ -43,11 +42,10 @@ def normalise(text: str) -> str:
     return "".join(text.split()).lower()
 
 
-def target_text(prompt: str, row: Mapping[str, Any]) -> str | None:
-    """The text that an image should show: the row's ground truth, or the prompt's text in double quotes, or None."""
-    # Other data sets hold numbers or lists in the column, which no transcript is compared with.
-    truth = ground_truth(row)
-    return truth if isinstance(truth, str) and truth.strip() else quoted_target(prompt)
+def _target(prompt: str, row: Mapping[str, Any]) -> str | None:
+    """The text that an image should show: the row's ``ocr_target``, or the prompt's text in double quotes, or None."""
+    target = str(row.get("ocr_target") or "")
+    return target if target.strip() else quoted_target(prompt)
 
 
 def text_similarity(text: str, target: str, *, contained_is_match: bool = False) -> float:
@@ -147,7 +145,7 @@ class OCRReward:
         Args:
             images: (N, H, W, 3) uint8, RGB.
             prompts: N prompts, each with its target in double quotes.
-            metadata: a row for each prompt; its ``ground_truth`` takes the place of the quoted text.
+            metadata: a row for each prompt; its ``ocr_target`` takes the place of the quoted text.
 
         Returns:
             (N,) float32 in [0, 1], and ``{"text": the reading of each image}``.
@@ -158,7 +156,7 @@ class OCRReward:
         self.check_prompts(prompts, image_size=(images.shape[1], images.shape[2]), metadata=metadata)
         texts = self.read(images)
         contained = self.config.contained_is_match
-        targets = [target_text(*pair) or "" for pair in zip(prompts, metadata or [{}] * len(prompts), strict=True)]
+        targets = [_target(*pair) or "" for pair in zip(prompts, metadata or [{}] * len(prompts), strict=True)]
         scores = [text_similarity(*pair, contained_is_match=contained) for pair in zip(texts, targets, strict=True)]
         return np.asarray(scores, dtype=np.float32), {"text": texts}
 
@@ -198,11 +196,11 @@ class OCRReward:
             room = max(input_width, input_height * width // height) // PIXELS_PER_CHARACTER
         for index, prompt in enumerate(prompts):
             where = f"prompt {index}" if sources is None else sources[index]
-            target = target_text(prompt, {} if metadata is None else metadata[index])
+            target = _target(prompt, {} if metadata is None else metadata[index])
             if target is None:
                 raise ValueError(
                     f"{where}: {prompt!r} has no text in double quotes, which the reward 'ocr' compares with; write "
-                    'the wanted text in quotes, as in: a sign that says "42", or into a column ground_truth, or turn '
+                    'the wanted text in quotes, as in: a sign that says "42", or into a column ocr_target, or turn '
                     "the reward off with reward.functions.ocr=0"
                 )
             length = len(normalise(target))

@@ -48,10 +48,10 @@ def test_scores_by_hand(reward: OCRReward) -> None:
 
 def test_a_target_of_the_data_takes_the_place_of_quotes(reward: OCRReward) -> None:
     images = np.stack([render("42")] * 3)
-    rows = [{"ground_truth": "42"}, {"reward_model": {"ground_truth": "43"}}, {"ground_truth": [1]}]
+    rows = [{"ocr_target": "42"}, {"ocr_target": 43}, {"ground_truth": "42"}]
     scores, _ = reward(images, ["forty-two", 'a sign "17"', 'a sign "421"'], rows)
     np.testing.assert_allclose(scores, [1, 0.5, 2 / 3], rtol=1e-6)
-    with pytest.raises(ValueError, match="prompt 1: 'forty-two' has no text in double quotes.*a column ground_truth"):
+    with pytest.raises(ValueError, match="prompt 1: 'forty-two' has no text in double quotes.*a column ocr_target"):
         reward.check_prompts(['"42"', "forty-two"], metadata=[{}, {}])
 
 

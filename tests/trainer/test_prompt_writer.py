@@ -239,8 +239,8 @@ def test_requests_are_the_numbers_of_the_prompts():
         prompts = Path(resolve_asset(f"asset:tiny_ocr/{part}.txt")).read_text().splitlines()
         lines = Path(resolve_asset(f"asset:tiny_requests/{part}.jsonl")).read_text().splitlines()
         rows = [json.loads(line) for line in lines]
-        assert [f'the text "{row["ground_truth"]}"' for row in rows] == prompts
-        assert [row["prompt"] for row in rows] == [in_words(row["ground_truth"]) for row in rows]
+        assert [f'the text "{row["ocr_target"]}"' for row in rows] == prompts
+        assert [row["prompt"] for row in rows] == [in_words(row["ocr_target"]) for row in rows]
 
 
 @pytest.mark.process

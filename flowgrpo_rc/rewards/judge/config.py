@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 from flowgrpo_rc.checks import show
 from flowgrpo_rc.field_docs import documented_fields
+from flowgrpo_rc.rewards.forms import ground_truth
 from flowgrpo_rc.rewards.http_client import HTTPOptions, check_url, own_fields_first
 from flowgrpo_rc.rewards.judge.parsers import PARSERS
-from flowgrpo_rc.rewards.ocr import target_text
+from flowgrpo_rc.rewards.ocr import quoted_target
 from flowgrpo_rc.rewards.registry import METRIC_NAME
 from flowgrpo_rc.section import (
     NonNegativeFloat,
@@ -104,6 +105,13 @@ class JudgeQuestion(Section):
             )
         # In one pass, so that braces in a prompt stay as they are.
         return _PLACEHOLDER.sub(lambda found: str(values[found[1]]), self.words), target
+
+
+def target_text(prompt: str, row: Mapping[str, Any]) -> str | None:
+    """The text that an image should show: the row's ground truth, or the prompt's text in double quotes, or None."""
+    # Other data sets hold numbers or lists in the column, which no transcript is compared with.
+    truth = ground_truth(row)
+    return truth if isinstance(truth, str) and truth.strip() else quoted_target(prompt)
 
 
 def read_questions(questions: Any) -> list[JudgeQuestion]:
