@@ -294,7 +294,7 @@ class DiffusionActor:
         counts_rejected = update.mode.rollout_correction.rejection_normalization == "all"
         total = done.metrics.with_left_out(mini.rejected, mini.idle, counts_rejected=counts_rejected).all_reduce()
         # At least 1: a mini-batch without a kept element has gradients of 0, not NaN.
-        reduce_gradients(self._parameters, total.denominator.clamp(min=1.0))
+        reduce_gradients(self._parameters, total.denominator.clamp(min=1.0), self._accelerator.num_processes)
         norm = clip_grad_norm_(self._parameters, self.config.grad_clip)
         log_probs, total, norm = _read(done.log_probs, total, norm)
         # Before correction, which would raise on this process alone and leave the others waiting.

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -61,8 +60,8 @@ def resume_optimizer(optimizer: Any, schedule: Any, lr: float, moments: dict[int
     schedule._last_lr = [group["lr"]]
 
 
-def reduce_gradients(parameters: Sequence[nn.Parameter], denominator: Tensor) -> None:
-    """Sum the gradients over ranks, a bucket at a time, and divide them by the global denominator."""
+def reduce_gradients(parameters: Sequence[nn.Parameter], denominator: Tensor, processes: int) -> None:
+    """Sum the gradients over so many ranks, a bucket at a time, and divide them by the global denominator."""
     # Collectives need equal shapes on every rank, also on one whose rows reach no parameter.
     for parameter in parameters:
         if parameter.grad is None:
@@ -71,7 +70,7 @@ def reduce_gradients(parameters: Sequence[nn.Parameter], denominator: Tensor) ->
     for start in range(0, len(gradients), BUCKET):
         bucket = gradients[start : start + BUCKET]
         flat = parameters_to_vector(bucket)
-        if PartialState().num_processes > 1:
+        if processes > 1:
             torch.distributed.all_reduce(flat)
         # Divided after the sum, so that the result does not depend on the number of ranks.
         flat /= denominator

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
@@ -111,7 +112,7 @@ class WriterActor:
             for places in torch.arange(len(mini.rows)).split(self.config.ppo_micro_batch_size_per_gpu)
         ]
         total = reduce(add, parts).all_reduce()
-        reduce_gradients(self._parameters, total.denominator.clamp(min=1.0))
+        reduce_gradients(self._parameters, total.denominator.clamp(min=1.0), PartialState().num_processes)
         norm = float(clip_grad_norm_(self._parameters, self.config.grad_clip))
         # Sums over all processes, so that all take the same branch.
         if not math.isfinite(total.loss) or not math.isfinite(norm):
