@@ -12,7 +12,7 @@ MISTAKES = ("other digit", "no quotes", "word")
 
 def in_words(number: str) -> str:
     """`42` as `forty-two`, `07` as `zero seven`."""
-    tens, ones = int(number[0]), int(number[1])
+    tens, ones = map(int, number)
     if tens == 0:
         return f"zero {_ONES[ones]}"
     if tens == 1:

@@ -70,8 +70,10 @@ class TakesLora(Protocol):
 
 @runtime_checkable
 class LoraSettings(Protocol):
-    """The fields of ``ModelConfig`` that make a LoRA."""
+    """The fields of ``ModelConfig`` that make a LoRA, and the section that messages name."""
 
+    @property
+    def section(self) -> str: ...
     @property
     def lora_rank(self) -> int: ...
     @property
@@ -157,8 +159,7 @@ def target_layers(transformer: nn.Module, model: TakesLora, config: LoraSettings
             # The fault is not the user's: the setting was left alone.
             given = f"is null, and of this family's attention layers {given}"
         raise ValueError(
-            f"actor_rollout_ref.model.target_modules: {given} no linear layer{hint}; its layers "
-            f"end in: {', '.join(endings)}"
+            f"{config.section}.target_modules: {given} no linear layer{hint}; its layers end in: {', '.join(endings)}"
         )
     if names == [ALL_LINEAR]:
         return list(modules)

@@ -30,15 +30,16 @@ def check_packages(
     optimizer: str = "adamw",
     *,
     engine: str | None = None,
+    engine_of: str = "actor_rollout_ref.rollout",
     optimizer_of: str = "actor_rollout_ref.actor",
 ) -> None:
     """Raise ``UnsupportedModelError`` unless the packages are installed that base, optimizer and the kernels of the
-    ``engine`` need; imports none. ``optimizer_of`` is the section of the optimizer's owner."""
+    ``engine`` need; imports none. ``engine_of`` and ``optimizer_of`` are the sections that messages name."""
     needed = []
     if quantization is not None:
         needed.append(("actor_rollout_ref.model.quantization", quantization, LIBRARIES[quantization], "null"))
     if engine in LIBRARIES:
-        needed.append(("actor_rollout_ref.rollout.quantization", engine, LIBRARIES[engine], "null"))
+        needed.append((f"{engine_of}.quantization", engine, LIBRARIES[engine], "null"))
     if optimizer == "adamw_8bit":
         needed.append((f"{optimizer_of}.optim.name", optimizer, "bitsandbytes", "adamw"))
     for field, value, library, without in needed:

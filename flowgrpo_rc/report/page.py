@@ -237,11 +237,13 @@ def settings(history: History) -> list[tuple[str, str]]:
     actor = f"{history.setting('actor_rollout_ref.model.dtype')}, {mode}, {_limit(history)}"
     if history.setting("actor_rollout_ref.actor.detach_unconditional", False) is True:
         actor += ", no gradient through the unconditional half"
-    prompts = history.setting("data.train_batch_size")
+    drawn = "prompts"
     if history.setting("algorithm.prompt_writer.path") is not None:
-        prompts = f"{prompts} requests x {history.setting('algorithm.prompt_writer.rewrites')}"
+        drawn = f"requests x {history.setting('algorithm.prompt_writer.rewrites')} prompts"
+    rows = drawn.partition(" ")[0]
     mini = history.setting("actor_rollout_ref.actor.ppo_mini_batch_size")
-    batch = f"{prompts} prompts x {rollout('n')} images, mini-batches of {mini} prompts; "
+    batch = f"{history.setting('data.train_batch_size')} {drawn} x {rollout('n')} images, "
+    batch += f"mini-batches of {mini} {rows}; "
     batch += f"{rollout('algo.sde_window_size')} of {rollout('pipeline.num_inference_steps')} steps are "
     batch += f"{rollout('algo.sde_type')}"
     model = f"{history.setting('actor_rollout_ref.model.path')}"

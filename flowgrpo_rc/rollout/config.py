@@ -466,9 +466,9 @@ class RolloutConfig(Section):
                 f"{_HERE}.name=diffusers"
             )
             return
-        found = list(self.of_scouts._weights_problems())
-        # What is wrong with the run's own engine is said once.
-        yield from (f"scout.engine.{problem}" for problem in found if problem not in list(self._weights_problems()))
+        # The run's own problems are reported once.
+        own = list(self._weights_problems())
+        yield from (f"scout.engine.{one}" for one in self.of_scouts._weights_problems() if one not in own)
         if all(getattr(self, name) == value for name, value in given.items()):
             name, value = next(iter(given.items()))
             yield f"scout.engine.{name}: got {value}, as the run's engine has it; set it to null, or another value"

@@ -46,7 +46,7 @@ def check_kernels(
         ValueError: they do not take ``dtype``.
     """
     here = on_device(quantization, device)
-    check_packages(engine=here)
+    check_packages(engine=here, engine_of=section)
     if here == "fp8" and dtype != torch.bfloat16:
         raise ValueError(
             f"{section}.dtype: got {dtype_name(dtype)} with quantization=fp8, whose kernels take "

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -13,6 +14,14 @@ from flowgrpo_rc.models.lora import adapter_state, load_adapter_state
 from flowgrpo_rc.rollout import RolloutEngine, RolloutPool
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
 from flowgrpo_rc.transfers import to_host
+
+
+@runtime_checkable
+class TakesAdapter(Protocol):
+    """An engine of images or of prompts."""
+
+    def sync(self, state: Mapping[str, Tensor], version: int) -> str: ...
+    def digest_of(self, state: Mapping[str, Tensor]) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,15 +187,16 @@ class AdapterSync:
         state = adapter.state or adapter_state(self._actor.transformer)
         self._give(state, adapter.version)
         if self._scouts is not None:
-            self.held_by_scouts = _given_to(self._scouts, state, adapter.version)
+            self.held_by_scouts = given_to(self._scouts, state, adapter.version)
         self._given = adapter
 
     def _give(self, state: Mapping[str, Tensor], version: int) -> None:
-        self.held = _given_to(self._engine, state, version)
+        self.held = given_to(self._engine, state, version)
 
 
-def _given_to(engine: RolloutEngine, state: Mapping[str, Tensor], version: int) -> HeldAdapter:
-    """Give an engine an adapter; returns the one that it must draw with from now on."""
+def given_to(engine: TakesAdapter, state: Mapping[str, Tensor], version: int) -> HeldAdapter:
+    """Give an engine an adapter; returns the one that it must draw with from now on. Raises ``RolloutSyncError`` if it
+    does not hold it; a pool raises it at its next call."""
     if isinstance(engine, RolloutPool):
         # Its engines may still draw with the adapter before; each is checked before it draws with this one.
         return engine.push(state, version)

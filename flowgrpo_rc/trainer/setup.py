@@ -100,7 +100,7 @@ class Run:
         self.scouts_engine: RolloutEngine | None = None
         """The engine of scouts that are drawn again; ``None`` where ``engine`` draws them."""
         self.writer: PromptWriting | None = None
-        """The prompt writer; ``None`` where prompts are those of the data."""
+        """The prompt writer; ``None`` if the data's own prompts are drawn."""
         try:
             self._prepare(pipeline_class, project_dir)
         except BaseException:

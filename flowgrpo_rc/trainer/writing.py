@@ -18,6 +18,7 @@ from flowgrpo_rc.models.digests import spread, tokenizer_digest, values_digest
 from flowgrpo_rc.models.lora import ACTOR_ADAPTER, adapter_state, base_parameters, load_adapter_state
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
 from flowgrpo_rc.rollout.seeds import VALIDATION, WRITER, seed_for
+from flowgrpo_rc.trainer.adapter_sync import given_to
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.scoring import Gather
 from flowgrpo_rc.writer import LanguageModel, WriterActor, WriterEngine, Written
@@ -65,9 +66,7 @@ class PromptWriting:
 
     def push(self, version: int) -> None:
         """Give the engine the actor's adapter; raises ``RolloutSyncError`` if it does not hold it then."""
-        state = adapter_state(self.actor.network)
-        self._held = HeldAdapter(version, self.engine.digest_of(state))
-        check_adapter(self._held, version, self.engine.sync(state, version))
+        self._held = given_to(self.engine, adapter_state(self.actor.network), version)
 
     def write(self, step: int, requests: Sequence[PromptRecord], positions: Sequence[int]) -> Rewrites:
         """``rewrites`` prompts for each request. Their seeds depend on the step and on ``positions``, those of the
@@ -93,7 +92,7 @@ class PromptWriting:
 
     def learn(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"], gather: Gather) -> dict[str, float]:
         """Learn from the rewards of the rewrites' images, which are equally many and side by side; returns metrics."""
-        batch, mask = rewrites.written.batch, rewrites.written.batch[Key.RESPONSE_MASK]
+        batch = rewrites.written.batch
         scores = self.scores(rewrites, rewards)
         metrics = self._figures(rewrites, scores, gather)
         if self.config.learns == "images":
@@ -102,7 +101,7 @@ class PromptWriting:
         old, gap = None, None
         if not self.config.actor.rollout_correction.bypass_mode:
             old, gap = self.actor.correct(batch, self.actor.score(batch))
-        parts = torch.arange(len(mask)).chunk(self._mini_batches)
+        parts = torch.arange(len(batch)).chunk(self._mini_batches)
         minis = [MiniBatch(rows, None if old is None else old.rows(rows)) for rows in parts]
         update = self.actor.update(batch, minis, gap)
         return metrics | {f"writer/{name.removeprefix('actor/')}": value for name, value in update.items()}

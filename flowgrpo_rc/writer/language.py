@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from jinja2 import TemplateError
 from torch import Tensor, nn
 
 from flowgrpo_rc.dtypes import torch_dtype
@@ -68,7 +69,7 @@ class RequestTokens:
             return self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=False, **options
             )
-        except Exception as error:  # of the template's own language
+        except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(
                 f"algorithm.prompt_writer: the chat template in {self.folder} does not take the request {request!r} "
                 f"({one_line(error)}); see its system_prompt={system!r} and chat_template_kwargs={options}"
@@ -111,13 +112,9 @@ class LanguageModel:
 
     def attach(self, network: nn.Module, adapter: str, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         """Add the adapter of the configuration to ``network``; see ``attach_lora``."""
-        how = {"dtype": dtype, "compute_dtype": compute_dtype, "device": self.device, "adapter": adapter}
-        try:
-            attach_lora(network, self, self.config, **how)
-        except ValueError as error:
-            # The image model's setting has the same name.
-            text = str(error).replace("actor_rollout_ref.model.", "algorithm.prompt_writer.")
-            raise ValueError(text) from error
+        attach_lora(
+            network, self, self.config, dtype=dtype, compute_dtype=compute_dtype, device=self.device, adapter=adapter
+        )
 
 
 def token_log_probs(
