@@ -84,8 +84,9 @@ def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, al
     torch.set_num_threads(1)
     model = load_model(path)
     if family is not None:
-        # vllm-omni does without the text encoders.
-        path = shutil.copytree(path, f"{path}_{dtype}", ignore=shutil.ignore_patterns("model.safetensors"))
+        # vllm-omni does without the text encoders. The copy is there already where a worker makes the pair again.
+        ignored = shutil.ignore_patterns("model.safetensors")
+        path = shutil.copytree(path, f"{path}_{dtype}", ignore=ignored, dirs_exist_ok=True)
     lora = ModelConfig(path=path, lora_rank=4, lora_alpha=alpha)
     rollout = RolloutConfig(
         name="vllm_omni",
