@@ -4,7 +4,8 @@
     python benchmarks/prompt_writer.py --report                  # writes table and figure of docs/prompt_writer.md
 
 Requests are numbers in words. The tiny writer writes four prompts for each of eight requests, and each is drawn three
-times, for 60 batches. ``joint`` trains both sides, ``writer`` and ``images`` one of them. The writer samples in
+times, for 60 batches. ``joint`` trains both sides, ``writer`` and ``images`` one of them, and ``shuffled`` both from rewards that are
+dealt to the wrong images. The writer samples in
 bfloat16 and learns in float32, with token weights. Held-out reward has a rewrite of its own for each image. Final
 adapters then rewrite and draw the held-out requests in transformers and diffusers. Resumable, as ``training_runs.py``
 says.
@@ -18,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from cheap_rollouts import FULL
+from clean_objectives import SHUFFLED
 from learning import COMMON, ROLLOUT, plot_curves
 from machine import describe
 from second_ocr import second_ocr
@@ -58,6 +60,7 @@ SETTINGS: dict[str, Overrides] = {
     "joint": BASE,
     "writer": BASE | {f"{WRITER}.learns": "writer"},
     "images": BASE | {f"{WRITER}.learns": "images"},
+    "shuffled": BASE | SHUFFLED,
 }
 SHOWN = {
     "joint": ("both", "#08519c"),
