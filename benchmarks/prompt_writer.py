@@ -4,11 +4,10 @@
     python benchmarks/prompt_writer.py --report                  # writes table and figure of docs/prompt_writer.md
 
 Requests are numbers in words. The tiny writer writes four prompts for each of eight requests, and each is drawn three
-times, for 60 batches. ``joint`` trains both sides, ``writer`` and ``images`` one of them, and ``shuffled`` both from rewards that are
-dealt to the wrong images. The writer samples in
-bfloat16 and learns in float32, with token weights. Held-out reward has a rewrite of its own for each image. Final
-adapters then rewrite and draw the held-out requests in transformers and diffusers. Resumable, as ``training_runs.py``
-says.
+times, for 60 batches. ``joint`` trains both sides, ``writer`` and ``images`` one of them, and ``shuffled`` both from
+rewards that are dealt to the wrong images. The writer samples in bfloat16 and learns in float32, with token weights.
+Held-out reward has a rewrite of its own for each image. Final adapters then rewrite and draw the held-out requests in
+transformers and diffusers. Resumable, as ``training_runs.py`` says.
 """
 
 import json
