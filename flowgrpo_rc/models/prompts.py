@@ -1,6 +1,7 @@
 """Embeddings of prompts, from a store or the text encoders, and the check that every prompt has readable tokens."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -116,25 +117,51 @@ def check_prompts(
     tokens no tokenizer keeps.
     """
     here = f"actor_rollout_ref.rollout.{section}.max_sequence_length"
-    tokenizers = model.tokenizers(max_sequence_length)
-    roomiest = max(range(len(tokenizers)), key=lambda i: tokenizers[i][1])
-    cut: list[tuple[str, int]] = []
-    tokens = [_tokens(tokenizer, [text for text, _ in prompts]) for tokenizer, _ in tokenizers]
-    for i, (text, source) in enumerate(prompts):
-        if not any(_has_text(t, rows[i], kept) for (t, kept), rows in zip(tokenizers, tokens, strict=True)):
+    readings = read_prompts(model, [text for text, _ in prompts], max_sequence_length)
+    for (text, source), reading in zip(prompts, readings, strict=True):
+        if not reading.has_text:
             raise ValueError(
-                f"{source}: {text[:80]!r} says nothing to the model: its first {tokenizers[roomiest][1]} tokens "
-                f"({here}) are blank or unknown; rewrite it"
+                f"{source}: {text[:80]!r} says nothing to the model: its first {reading.kept} tokens ({here}) are "
+                "blank or unknown; rewrite it"
             )
-        if len(tokens[roomiest][i]) > tokenizers[roomiest][1]:
-            cut.append((source, len(tokens[roomiest][i])))
+    cut = [i for i, reading in enumerate(readings) if reading.is_cut]
     if not cut:
         return None
-    source, length = cut[0]
+    source, first = prompts[cut[0]][1], readings[cut[0]]
     return (
         f"{here}={max_sequence_length} cuts off the ends of {len(cut)} of {len(prompts)} prompts (the first: {source}, "
-        f"{length} tokens of which {tokenizers[roomiest][1]} are read)"
+        f"{first.tokens} tokens of which {first.kept} are read)"
     )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A prompt as the text encoders read it: by the tokenizer that keeps most of it."""
+
+    has_text: bool  # some tokenizer keeps a token with text
+    tokens: int
+    kept: int  # tokens that are read at most
+
+    @property
+    def is_cut(self) -> bool:
+        """The end of the prompt is not read."""
+        return self.tokens > self.kept
+
+
+def read_prompts(model: DiffusionModel, prompts: Sequence[str], max_sequence_length: int) -> list[Reading]:
+    """How the model's tokenizers read each prompt; the text encoders are not needed."""
+    tokenizers = model.tokenizers(max_sequence_length)
+    kept = [most for _, most in tokenizers]
+    roomiest = kept.index(max(kept))
+    tokens = [_tokens(tokenizer, list(prompts)) for tokenizer, _ in tokenizers]
+    return [
+        Reading(
+            any(_has_text(t, row, most) for (t, most), row in zip(tokenizers, rows, strict=True)),
+            len(rows[roomiest]),
+            kept[roomiest],
+        )
+        for rows in zip(*tokens, strict=True)
+    ]
 
 
 def _has_text(tokenizer: Any, tokens: list[int], kept: int) -> bool:

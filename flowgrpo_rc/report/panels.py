@@ -250,7 +250,8 @@ PANELS: tuple[Panel, ...] = (
         lines=(
             Line(("writer/score",), "score of a rewrite", key=True),
             Line(("writer/distinct_fraction",), "different rewrites of a request", SOFT),
-            Line(("writer/unfit_fraction",), "empty or cut", ORANGE),
+            Line(("writer/unfit_fraction",), "empty or unended", ORANGE),
+            Line(("writer/read_fraction",), "read to the end by the image model", GREEN),
         ),
         caption="A score is the mean reward of a rewrite's images.",
     ),

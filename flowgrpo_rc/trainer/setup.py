@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
@@ -86,8 +87,10 @@ class Run:
         data = config.data
         self.train_prompts, self.val_prompts = read_prompts(config, trains=trains)
         self.prompt_sets = prompt_sets(config, self.train_prompts, self.val_prompts)
+        changed = None
         if writer.path is not None:
-            RequestTokens(writer).of(self.prompt_sets[0].records[0].prompt)
+            requests = ((record.prompt, record.source) for one in self.prompt_sets for record in one.records)
+            changed = RequestTokens(writer).check_requests(requests)
         if trains:
             self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)
         for one in self.prompt_sets:
@@ -102,7 +105,7 @@ class Run:
         self.writer: PromptWriting | None = None
         """The prompt writer; ``None`` if the data's own prompts are drawn."""
         try:
-            self._prepare(pipeline_class, project_dir)
+            self._prepare(pipeline_class, project_dir, changed)
         except BaseException:
             if hasattr(self, "engine"):  # a later part has failed
                 self.close_engines()
@@ -130,7 +133,7 @@ class Run:
         if self.observers is not None:
             self.observers.close()
 
-    def _prepare(self, pipeline_class: str, project_dir: str) -> None:
+    def _prepare(self, pipeline_class: str, project_dir: str, note: str | None) -> None:
         """Build everything that comes after the rewards, which must be able to score each prompt."""
         config = self.config
         trainer = config.trainer
@@ -154,6 +157,8 @@ class Run:
         # A fresh run may have had to take another folder, which the main process alone knows.
         self.folder = RunFolder(Path(broadcast_object_list([project_dir])[0]))
         """Paths of the run, the same on all processes."""
+        if note is not None and self.accelerator.is_main_process:
+            warnings.warn(note, stacklevel=3)
         require_agreement(settings_of(config, self.train_prompts, self.val_prompts))
         if self._trains:
             config.check_processes(self.accelerator.num_processes)
@@ -281,7 +286,7 @@ class Run:
         late = (rollout.staleness, rollout.ahead)
         self.adapter = AdapterSync(self.engine, self.actor, *late, decay, self.scouts_engine)
         if writes:
-            self.writer = PromptWriting(self.config, self.accelerator, self.total_steps)
+            self.writer = PromptWriting(self.config, self.model, self.accelerator, self.total_steps)
         together = 2 if parts.actor.diffusion_loss.objective.paired else 1
         seed = self.config.rollout_seed
         self.replay = ReplayBuffer(self.folder.replay, replay, seed, recorded_settings(self.config), together)

@@ -1,5 +1,6 @@
 """The prompt writer of a run: rewrites of a batch's requests, and what the writer learns from their images."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,15 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
 from flowgrpo_rc.batch import Key, MiniBatch
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.loss import group_advantages
+from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.digests import spread, tokenizer_digest, values_digest
 from flowgrpo_rc.models.lora import ACTOR_ADAPTER, adapter_state, base_parameters, load_adapter_state
+from flowgrpo_rc.models.prompts import read_prompts
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
 from flowgrpo_rc.rollout.seeds import VALIDATION, WRITER, seed_for
 from flowgrpo_rc.trainer.adapter_sync import given_to
@@ -34,23 +37,33 @@ class Rewrites:
     """The rewrites of some requests of this process."""
 
     drawn: list[PromptRecord]
-    """Records whose prompt is a rewrite, or the request where that is empty."""
+    """Records whose prompt is a rewrite, or the request where that says nothing to the image model."""
     scored: list[PromptRecord]
     """The requests, with the rewrite in their metadata."""
     written: Written
     request: Int[Tensor, " P"]
     """Of each rewrite the position of its request in the batch of all processes."""
+    fit: Bool[Tensor, " P"]
+    """Rewrites that say something to the image model and ended by themselves."""
+    read_whole: Bool[Tensor, " P"]
+    """Rewrites whose end the image model's text encoders do not cut off."""
 
 
 class PromptWriting:
     """Language model, engine and actor of ``algorithm.prompt_writer``.
 
-    A rewrite's score is the mean reward of its images, compared within its request. One that is empty or was cut gets
-    the lowest score of its request. The images themselves are compared within their rewrite.
+    A rewrite's score is the mean reward of its images, compared within its request. One that is empty or did not end
+    gets the lowest score of its request. The images themselves are compared within their rewrite.
     """
 
-    def __init__(self, config: FlowGRPOConfig, accelerator: Any, total_steps: int) -> None:
+    def __init__(self, config: FlowGRPOConfig, model: DiffusionModel, accelerator: Any, total_steps: int) -> None:
         self.config = config.algorithm.prompt_writer
+        self._model = model
+        self._pipelines = {
+            "pipeline": config.actor_rollout_ref.rollout.pipeline,
+            "val_kwargs.pipeline": config.actor_rollout_ref.rollout.validation_pipeline,
+        }
+        self._said_cut = not accelerator.is_main_process
         self._algorithm = config.algorithm
         self._rollout_seed = config.rollout_seed
         self._validation_seed = config.actor_rollout_ref.rollout.val_kwargs.seed
@@ -75,20 +88,36 @@ class PromptWriting:
         records = [record for record in requests for _ in range(count)]
         numbers = [position * count + i for position in positions for i in range(count)]
         seeds = [seed_for(self._rollout_seed, WRITER, step, number) for number in numbers]
-        return self._rewrites(records, seeds, torch.tensor(positions).repeat_interleave(count))
+        return self._rewrites(records, seeds, torch.tensor(positions).repeat_interleave(count), "pipeline")
 
     def for_validation(self, records: Sequence[PromptRecord], numbers: Sequence[int]) -> Rewrites:
         """A rewrite of its own for each validation image, always from the same seeds."""
         seeds = [seed_for(self._validation_seed, VALIDATION, 1, number) for number in numbers]
-        return self._rewrites(records, seeds, torch.tensor(numbers))
+        return self._rewrites(records, seeds, torch.tensor(numbers), "val_kwargs.pipeline")
 
-    def _rewrites(self, records: Sequence[PromptRecord], seeds: list[int], request: Tensor) -> Rewrites:
+    def _rewrites(self, records: Sequence[PromptRecord], seeds: list[int], request: Tensor, section: str) -> Rewrites:
         written = self.engine.write([record.prompt for record in records], seeds)
         check_adapter(self._held, written.adapter_version, written.adapter_digest)
-        pairs = list(zip(records, written.texts, strict=True))
-        drawn = [replace(record, prompt=text or record.prompt) for record, text in pairs]
-        scored = [replace(record, metadata={**record.metadata, WRITTEN: text}) for record, text in pairs]
-        return Rewrites(drawn, scored, written, request)
+        readings = read_prompts(self._model, written.texts, self._pipelines[section].max_sequence_length)
+        rows = list(zip(records, written.texts, readings, strict=True))
+        for record, text, reading in rows:
+            if reading.is_cut and not self._said_cut:
+                self._said_cut = True
+                warnings.warn(
+                    f"{record.source}: the image model reads {reading.kept} of the {reading.tokens} tokens of the "
+                    f"rewrite {text[:80]!r}; raise actor_rollout_ref.rollout.{section}.max_sequence_length or lower "
+                    "algorithm.prompt_writer.max_new_tokens. writer/read_fraction counts such rewrites from now on",
+                    stacklevel=2,
+                )
+        said = [reading.has_text for reading in readings]
+        return Rewrites(
+            drawn=[replace(record, prompt=text if one.has_text else record.prompt) for record, text, one in rows],
+            scored=[replace(record, metadata={**record.metadata, WRITTEN: text}) for record, text, _ in rows],
+            written=written,
+            request=request,
+            fit=written.ended & torch.tensor(said),
+            read_whole=torch.tensor([not reading.is_cut for reading in readings]),
+        )
 
     def learn(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"], gather: Gather) -> dict[str, float]:
         """Learn from the rewards of the rewrites' images, which are equally many and side by side; returns metrics."""
@@ -109,15 +138,11 @@ class PromptWriting:
     def scores(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"]) -> Float[Tensor, " P"]:
         """The score of each rewrite."""
         scores = torch.from_numpy(rewards).double().reshape(len(rewrites.drawn), -1).mean(1)
-        unfit = ~self._fit(rewrites)
+        unfit = ~rewrites.fit
         for one in rewrites.request[unfit].unique():
             own = rewrites.request == one
             scores[own & unfit] = scores[own].min()
         return scores
-
-    def _fit(self, rewrites: Rewrites) -> Tensor:
-        """Rewrites that are not empty and have ended."""
-        return rewrites.written.ended & torch.tensor([bool(text) for text in rewrites.written.texts])
 
     def _advantages(self, scores: Tensor, request: Tensor, gather: Gather) -> Float[Tensor, " P"]:
         by_std, global_std = self._algorithm.norm_adv_by_std_in_grpo, self._algorithm.global_std
@@ -130,7 +155,8 @@ class PromptWriting:
         texts = rewrites.written.texts
         groups = [texts[i : i + count] for i in range(0, len(texts), count)]
         lengths = rewrites.written.batch[Key.RESPONSE_MASK].sum(1).double()
-        per_rewrite = gather(torch.stack([scores, lengths, self._fit(rewrites).double()], dim=1))
+        flags = (rewrites.fit.double(), rewrites.read_whole.double())
+        per_rewrite = gather(torch.stack([scores, lengths, *flags], dim=1))
         distinct = gather(torch.tensor([len(set(group)) / count for group in groups], dtype=torch.float64))
         spread = gather(scores.reshape(-1, count).std(1, correction=0))
         return {
@@ -138,6 +164,7 @@ class PromptWriting:
             "writer/score_std_in_request": float(spread.mean()),
             "writer/tokens": float(per_rewrite[:, 1].mean()),
             "writer/unfit_fraction": 1 - float(per_rewrite[:, 2].mean()),
+            "writer/read_fraction": float(per_rewrite[:, 3].mean()),
             "writer/distinct_fraction": float(distinct.mean()),
         }
 

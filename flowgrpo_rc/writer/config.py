@@ -123,6 +123,9 @@ class PromptWriterConfig(Section):
     """Prompts that are written for each request; each is drawn ``rollout.n`` times."""
     max_new_tokens: PositiveInt = 128
     """Tokens of a rewrite at most; a longer one is cut there."""
+    prompt_marker: str | None = None
+    """The prompt is the text after this one's last place in a rewrite, e.g. ``Revised Prompt:`` after reasoning. A
+    rewrite without it counts as empty. Null: the whole rewrite is the prompt."""
     system_prompt: str | None = None
     """Message of the system before the request; null: none."""
     chat_template_kwargs: Annotated[dict[str, Any], Read(read_mapping("options of the chat template"))] = field(
@@ -141,7 +144,9 @@ class PromptWriterConfig(Section):
     engine: WriterEngineConfig = field(default_factory=WriterEngineConfig)
 
     def problems(self) -> Iterator[str]:
-        """Rewrites that have nothing to be compared with."""
+        """Rewrites that have nothing to be compared with, and a marker that is in every text."""
+        if self.prompt_marker == "":
+            yield "prompt_marker: got an empty text; give the text before the prompt, or null to take the whole rewrite"
         if self.rewrites == 1 and self.learns != "images":
             yield (
                 f"rewrites: got 1 with learns={self.learns}, but rewrites of a request are compared; give 2 or more, "

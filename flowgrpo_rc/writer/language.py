@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,47 @@ class RequestTokens:
             ) from error
 
     def text(self, tokens: list[int]) -> str:
-        """The text of a rewrite, without special tokens."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        """The prompt that a rewrite holds, without special tokens; empty if it lacks ``prompt_marker``."""
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        if self._config.prompt_marker is not None:
+            _, found, text = text.rpartition(self._config.prompt_marker)
+            text = text if found else ""
+        return text.strip()
+
+    def check_requests(self, requests: Iterable[tuple[str, str]]) -> str | None:
+        """Check requests, each given with its place in a file, before anything is loaded.
+
+        Returns one line on those that the tokenizer does not give back as they are, or ``None``.
+
+        Raises:
+            ValueError: the chat template does not take one, or one is too long for the model; with its place.
+        """
+        config = json.loads((self.folder / "config.json").read_text())
+        longest = config.get("max_position_embeddings")
+        changed: list[tuple[str, str, str]] = []
+        total = 0
+        for request, source in requests:
+            total += 1
+            try:
+                tokens = len(self.of(request))
+            except ValueError as error:
+                raise ValueError(f"{source}: {error}") from error
+            if longest is not None and tokens + self._config.max_new_tokens > longest:
+                raise ValueError(
+                    f"{source}: with its chat template the request has {tokens} tokens; with "
+                    f"algorithm.prompt_writer.max_new_tokens={self._config.max_new_tokens} these are more than the "
+                    f"{longest} of the model in {self.folder}; shorten it, or lower max_new_tokens"
+                )
+            back = self.tokenizer.decode(self.tokenizer(request, add_special_tokens=False).input_ids)
+            if back.strip() != request.strip():
+                changed.append((source, request, back))
+        if not changed:
+            return None
+        source, request, back = changed[0]
+        return (
+            f"{PATH}: the tokenizer in {self.folder} cannot write {len(changed)} of {total} requests as they are (the "
+            f"first: {source}, {request[:80]!r} becomes {back[:80]!r}); rewrites lose the same"
+        )
 
 
 class LanguageModel:

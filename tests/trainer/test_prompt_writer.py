@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,10 +25,12 @@ from torch.testing import assert_close
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.cli.main import main as cli_main
+from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.rescoring import Rescoring
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.rollout.base import RolloutSyncError
+from flowgrpo_rc.rollout.proof import HeldAdapter
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.checkpoint import CheckpointError
 from flowgrpo_rc.trainer.writing import PromptWriting
@@ -63,9 +66,9 @@ def test_a_frozen_writer_that_repeats_requests_is_the_run_without_it(small_confi
     plain = FlowGRPOTrainer(small_config(*settings, folder="plain")).fit().root
     repeat = PromptWriting._rewrites
 
-    def identity(self, records, seeds, request):
-        found = repeat(self, records, seeds, request)
-        found.drawn[:] = records
+    def identity(self, *given):
+        found = repeat(self, *given)
+        found.drawn[:] = given[0]
         return found
 
     monkeypatch.setattr(PromptWriting, "_rewrites", identity)
@@ -124,14 +127,44 @@ def test_what_the_writer_learns_from(small_config, monkeypatch):
     assert row["writer/grad_norm"] > 0
 
 
-def test_a_rewrite_that_is_empty_or_cut_gets_the_lowest_score_of_its_request():
+def test_a_rewrite_that_is_unfit_gets_the_lowest_score_of_its_request():
     writing = PromptWriting.__new__(PromptWriting)
-    written = SimpleNamespace(
-        texts=["a", "", "c", "d", "e", "f"], ended=torch.tensor([True, True, True, False, True, True])
-    )
-    rewrites = SimpleNamespace(drawn=[None] * 6, request=torch.tensor([0, 0, 0, 5, 5, 5]), written=written)
+    fit = torch.tensor([True, False, True, False, True, True])
+    rewrites = SimpleNamespace(drawn=[None] * 6, request=torch.tensor([0, 0, 0, 5, 5, 5]), fit=fit)
     rewards = np.array([0.5, 0.7, 0.9, 0.9, 0.2, 0.4, 0.9, 1.0, 0.1, 0.3, 0.6, 0.6])
     assert_close(writing.scores(rewrites, rewards), torch.tensor([0.6, 0.3, 0.3, 0.2, 0.2, 0.6]).double())
+
+
+class Saying:
+    """An engine that writes these texts."""
+
+    def __init__(self, texts, ended):
+        self.texts = texts
+        self.ended = torch.tensor(ended)
+
+    def write(self, requests, seeds):
+        return SimpleNamespace(texts=self.texts, ended=self.ended, adapter_version=0, adapter_digest="")
+
+
+def test_what_the_image_model_cannot_read_is_told_apart(small_config, tiny_model):
+    """Blank and unended rewrites are unfit. The request is drawn for a blank one; a long one is drawn, and said once
+    with line and file."""
+    config = small_config(*REQUESTS, *WITH, f"{ROLLOUT}.pipeline.max_sequence_length=8")
+    writing = PromptWriting.__new__(PromptWriting)
+    writing._model, writing._held, writing._said_cut = tiny_model, HeldAdapter(0, ""), False
+    writing._pipelines = {"pipeline": config.actor_rollout_ref.rollout.pipeline}
+    texts = ['the text "1"', " \n", "", 'the text "2"', "a much longer text than eight tokens can hold at all, twice"]
+    writing.engine = Saying(texts, [True, True, True, False, True])
+    records = [PromptRecord(prompt=f"request {i}", source=f"train.txt:{i + 1}") for i in range(5)]
+    with pytest.warns(UserWarning, match=r"train.txt:5: .* reads 8 of the \d+ tokens of the rewrite 'a much"):
+        writing._rewrites(records, [0] * 5, torch.arange(5), "pipeline")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = writing._rewrites(records, [0] * 5, torch.arange(5), "pipeline")
+    assert found.fit.tolist() == [True, False, False, False, True]
+    assert found.read_whole.tolist() == [True] * 4 + [False]
+    assert [one.prompt for one in found.drawn] == [texts[0], "request 1", "request 2", texts[3], texts[4]]
+    assert [one.metadata["written_prompt"] for one in found.scored] == texts
 
 
 @pytest.mark.run

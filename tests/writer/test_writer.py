@@ -1,6 +1,7 @@
 """The prompt writer's engine and actor: sampling, recorded log-probs, and updates against a slow reference."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, adapter_
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.writer import LanguageModel, PromptWriterConfig, WriterActor, WriterEngine
 from flowgrpo_rc.writer.engine import INPUT_IDS, REQUEST_LENGTHS, SeededSampler
-from flowgrpo_rc.writer.language import NonFiniteWriterError, token_log_probs
+from flowgrpo_rc.writer.language import NonFiniteWriterError, RequestTokens, token_log_probs
 
 REQUESTS = ["forty-two", "zero seven", "thirteen", "ninety"]
 
@@ -111,6 +112,41 @@ def test_a_long_rewrite_is_cut():
     assert not result.ended.any()
     assert result.batch[Key.RESPONSE_MASK].shape == (4, 5)
     assert result.batch[Key.RESPONSE_MASK].all()
+
+
+def test_the_prompt_of_a_rewrite_follows_its_marker():
+    tokens = RequestTokens(config_of(prompt_marker="text"))
+    ids = [tokens.tokenizer(text).input_ids for text in ('a text: the text "42"', "forty-two", 'text "1"')]
+    assert [tokens.text(one) for one in ids] == ['"42"', "", '"1"']
+
+
+def with_positions(count):
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": count}))
+
+
+def test_a_request_that_is_too_long_is_refused_by_its_line(tmp_path):
+    """Whose longest request fits to the token."""
+    requests = [("two", "train.txt:1"), ("forty-two", "train.txt:2")]
+    most = max(len(RequestTokens(config_of()).of(text)) for text, _ in requests) + 40
+    fits = RequestTokens(config_of(broken(tmp_path / "a", "config.json", with_positions(most))))
+    assert fits.check_requests(requests) is None
+    tight = RequestTokens(config_of(broken(tmp_path / "b", "config.json", with_positions(most - 1))))
+    with pytest.raises(ValueError, match=f"^train.txt:2: .* {most - 40} tokens; .*max_new_tokens=40 .* {most - 1} of"):
+        tight.check_requests(requests)
+
+
+def test_a_request_that_the_template_refuses_is_named_by_its_line(tmp_path):
+    template = "{% if 'two' in messages[0].content %}{{ raise_exception('no twos') }}{% endif %}"
+    folder = broken(tmp_path, "chat_template.jinja", lambda file: file.write_text(template + file.read_text()))
+    with pytest.raises(ValueError, match="^train.txt:2: .*chat template .* 'forty-two' .no twos"):
+        RequestTokens(config_of(folder)).check_requests([("one", "train.txt:1"), ("forty-two", "train.txt:2")])
+
+
+def test_requests_that_the_tokenizer_changes_are_said_by_line():
+    tokens = RequestTokens(config_of())
+    assert tokens.check_requests([(text, "a:1") for text in REQUESTS]) is None
+    said = tokens.check_requests([("forty", "a:1"), ("f\u00fcnf \u4e94", "a:2"), ("\u4e03", "a:3")])
+    assert re.search("cannot write 2 of 3 requests as they are .the first: a:2, 'f\u00fcnf \u4e94' becomes", said)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -291,6 +327,7 @@ def test_settings_that_the_model_does_not_take_are_refused(settings, message):
     ("settings", "message"),
     [
         ({"rewrites": 1}, "prompt_writer.rewrites: got 1 with learns=both.*give 2 or more, or set learns to images"),
+        ({"prompt_marker": ""}, "prompt_writer.prompt_marker: got an empty text"),
         ({"learns": "all"}, "prompt_writer.learns: got 'all'; choose one of both, writer, images"),
         (
             {"actor": {"rollout_correction": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto"}}},
