@@ -7,6 +7,7 @@
 #   TRAIN, VAL the prompt files themselves        (default: the two in DATA)
 #   REWARD     settings of the reward, in words   (default: reward.functions.ocr=1.0 reward.ocr.mode=full)
 #   NAME       of the run's folder                (default: qwen_image_ocr_lora_rollout_corr)
+#   PROMPTS, IMAGES                               (default: 32 prompts x 16 images a batch)
 #   OUTPUTS, NUM_GPUS, LAUNCHER and ENGINE are those of launch.sh
 #
 # Every process holds the frozen model once where model.dtype and rollout.dtype agree, twice where they differ, and with
@@ -23,6 +24,7 @@ DATA=${DATA:-data/ocr}
 TRAIN=${TRAIN:-$DATA/train.parquet}
 VAL=${VAL:-$DATA/test.parquet}
 NAME=${NAME:-qwen_image_ocr_lora_rollout_corr}
+PROMPTS=${PROMPTS:-32}
 read -ra REWARDS <<<"${REWARD:-reward.functions.ocr=1.0 reward.ocr.mode=full}"
 source "$HERE/launch.sh"
 
@@ -30,7 +32,7 @@ exec "${LAUNCH[@]}" \
     data.train_files="$TRAIN" \
     data.val_files="$VAL" \
     data.val_max_samples=128 \
-    data.train_batch_size=32 \
+    data.train_batch_size="$PROMPTS" \
     algorithm.rollout_correction.bypass_mode=True \
     algorithm.rollout_correction.rollout_is=sequence \
     algorithm.rollout_correction.rollout_is_threshold=2.0 \
@@ -45,12 +47,12 @@ exec "${LAUNCH[@]}" \
     actor_rollout_ref.model.enable_gradient_checkpointing=True \
     actor_rollout_ref.actor.optim.lr=3e-4 \
     actor_rollout_ref.actor.optim.weight_decay=0.0001 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.ppo_mini_batch_size="$((PROMPTS / 2))" \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \
     actor_rollout_ref.actor.diffusion_loss.clip_ratio=0.001 \
     actor_rollout_ref.rollout.name="$ENGINE" \
     actor_rollout_ref.rollout.dtype=bfloat16 \
-    actor_rollout_ref.rollout.n=16 \
+    actor_rollout_ref.rollout.n="${IMAGES:-16}" \
     actor_rollout_ref.rollout.micro_batch_size=16 \
     actor_rollout_ref.rollout.calculate_log_probs=True \
     actor_rollout_ref.rollout.algo.noise_level=1.2 \

@@ -116,7 +116,8 @@ class PromptWriterConfig(Section):
     section = _HERE
 
     path: PathText | None = None
-    """Folder of a causal language model in transformers' format, with a chat template. Null: no prompt writer."""
+    """Folder or hub name of a causal language model in transformers' format, with a chat template. Null: no prompt
+    writer."""
     learns: Annotated[str, one_of(LEARNS)] = "both"
     """The side that learns: ``both``, the ``writer`` alone, or the ``images``' LoRA alone."""
     rewrites: PositiveInt = 4

@@ -1,8 +1,8 @@
 """The writer's language model and its tokenizer."""
 
 import copy
-import json
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,31 @@ class RequestTokens:
     """
 
     def __init__(self, config: PromptWriterConfig) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-        self.folder = Path(resolve_asset(config.path or ""))
-        if not (self.folder / "config.json").is_file():
+        self.folder = resolve_asset(config.path or "")
+        """Folder or hub name of the model."""
+        if Path(self.folder).is_dir() and not (Path(self.folder) / "config.json").is_file():
             raise ValueError(f"{PATH}: {self.folder} has no config.json; give the folder of a language model")
         self._config = config
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
+        try:
+            network = AutoConfig.from_pretrained(self.folder)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
+        except OSError as error:
+            raise ValueError(
+                f"{PATH}: {self.folder} cannot be read ({one_line(error, 200)}); give the folder of a language model "
+                "in transformers' format, or its name on the hub"
+            ) from error
+        self._longest: int | None = getattr(network, "max_position_embeddings", None)
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"{PATH}: the tokenizer in {self.folder} has no chat template, through which requests go; give a model "
                 "that was trained on chats, or add its chat_template.jinja"
             )
-        files = (self.folder / name for name in ("generation_config.json", "config.json"))
-        named = [json.loads(file.read_text()).get("eos_token_id") for file in files if file.is_file()]
-        ends = next((one for one in (*named, self.tokenizer.eos_token_id) if one is not None), None)
+        named: list[Any] = [network, self.tokenizer]
+        with suppress(OSError):  # not every model has one
+            named.insert(0, GenerationConfig.from_pretrained(self.folder))
+        ends = next((one.eos_token_id for one in named if getattr(one, "eos_token_id", None) is not None), None)
         if ends is None:
             raise ValueError(
                 f"{PATH}: neither the model in {self.folder} nor its tokenizer names a token that ends a text"
@@ -92,8 +102,7 @@ class RequestTokens:
         Raises:
             ValueError: the chat template does not take one, or one is too long for the model; with its place.
         """
-        config = json.loads((self.folder / "config.json").read_text())
-        longest = config.get("max_position_embeddings")
+        longest = self._longest
         changed: list[tuple[str, str, str]] = []
         total = 0
         for request, source in requests:

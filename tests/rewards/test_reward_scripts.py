@@ -74,6 +74,37 @@ def test_hpsv2_and_ocr_on_stable_diffusion(tmp_path, tiny_sd3_path):
     assert {"val/reward/ocr", "val/reward/hpsv2", "val/reward/clip_cosine"} <= rows[1].keys()
 
 
+TINY_WRITER = {
+    "WRITER": "asset:tiny_writer",
+    "TRAIN": "asset:tiny_requests/train.jsonl",
+    "VAL": "asset:tiny_requests/test.jsonl",
+}
+WRITES = ("algorithm.prompt_writer.max_new_tokens=40", "algorithm.prompt_writer.rewrites=2")
+
+
+@pytest.mark.slow
+def test_a_prompt_writer_on_stable_diffusion(tmp_path, tiny_sd3_path):
+    rows = rows_of(
+        *("sd35_medium_prompt_writer", tmp_path, str(tiny_sd3_path)),
+        *WRITES,
+        "reward.pickscore.model_path=asset:tiny_clip",
+        "algorithm.prompt_writer.system_prompt=null",  # a request as the tiny writer knows it
+        "algorithm.prompt_writer.prompt_marker=text",
+        **TINY_WRITER,
+    )
+    assert 0 < rows[1]["writer/unfit_fraction"] < 1
+    assert rows[1]["writer/grad_norm"] > 0
+    assert rows[1]["writer/rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.01)
+    assert rows[1]["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.slow
+def test_a_prompt_writer_on_qwen_image(tmp_path):
+    rows = rows_of("qwen_image_prompt_writer", tmp_path, "asset:tiny_qwen_image", *WRITES, **TINY_WRITER)
+    assert rows[1]["writer/kl_loss"] == 0  # before the first update the adapter is the base
+    assert rows[1]["writer/score"] == pytest.approx(rows[1]["reward/mean"])
+
+
 @pytest.mark.slow
 def test_a_judge_on_qwen_image(tmp_path):
     with FakeJudge(lambda asked: UNIFIED) as judge:
