@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests_support import alive, descendants, overrides_of, untimed
 
 from flowgrpo_rc.cli.compose import compose
@@ -217,6 +218,27 @@ def test_kills_while_a_process_draws_ahead_end_in_the_metrics_of_an_undisturbed_
     killed = RunFolder(tmp_path / "killed")
     assert untimed(killed.rows()) == untimed(whole.rows())
     assert same_lora(killed.lora, whole.lora)
+
+
+@pytest.mark.process
+def test_kills_while_a_prompt_writer_learns_end_in_the_metrics_of_an_undisturbed_run(small_config, tmp_path):
+    """Both adapters, and what was written for each batch."""
+    writer = "algorithm.prompt_writer"
+    written = (
+        *[setting for setting in SMALLER if not setting.startswith(("trainer.total", "algorithm.replay"))],
+        *("trainer.total_training_steps=6", "data.train_files=asset:tiny_requests/train.jsonl"),
+        *("data.val_files=asset:tiny_requests/test.jsonl", "reward.custom_reward_function.path=null"),
+        *("reward.functions.ocr=1", f"{writer}.path=asset:tiny_writer", f"{writer}.rewrites=2"),
+        *(f"{writer}.max_new_tokens=40", f"{writer}.actor.optim.lr=3e-3"),
+    )
+    whole = FlowGRPOTrainer(small_config(*written, folder="whole")).fit()
+    kill_again_and_again(5, 3, overrides_of(tmp_path / "killed", *written), seed=4)
+    killed = RunFolder(tmp_path / "killed")
+    assert untimed(killed.rows()) == untimed(whole.rows())
+    assert same_lora(killed.lora, whole.lora)
+    own, other = (load_file(folder.writer / "adapter_model.safetensors") for folder in (whole, killed))
+    assert own.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in own.items())
 
 
 if __name__ == "__main__":
