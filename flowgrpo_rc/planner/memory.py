@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from flowgrpo_rc.dtypes import torch_dtype
@@ -13,6 +13,7 @@ from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.passes import Passes, Usage
 from flowgrpo_rc.planner.pipeline import FakePipeline
 from flowgrpo_rc.planner.settings import RECOMPUTE, ROWS, PlannedRun
+from flowgrpo_rc.planner.writing import WriterPlan
 
 # Assumed beside tensors: the device's context, libraries' workspaces, fragmentation of the allocator.
 RUNTIME = 3 * GIB
@@ -25,6 +26,7 @@ MARGIN = 0.1
 MOST_ROWS = 32
 OWN_COPY = "engine's own copy of the transformer"
 ENGINES_LORA = "engine's LoRA"
+TEXT_ENCODERS = "text encoders"
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,17 @@ class MemoryPlan:
         # By their precisions: advice comes back to the same ones, and measuring takes seconds.
         self._measured: dict[tuple[Any, ...], MemoryPlan] = {run.precisions: self}
 
+    @cached_property
+    def writer(self) -> WriterPlan | None:
+        """The prompt writer, measured; ``None`` without one."""
+        return None if self.run.writer is None else WriterPlan(self.run.writer)
+
     def of_run(self, run: PlannedRun) -> "MemoryPlan":
         """The plan of another run of the same model and images, measured once for each set of precisions."""
         found = self._measured.get(run.precisions)
         if found is None:
             found = MemoryPlan(run)
+            found.writer = self.writer
             found._measured = self._measured
             self._measured[run.precisions] = found
         plan = copy(found)
@@ -144,6 +152,11 @@ class MemoryPlan:
             resident |= {name.replace("engine's", "scouts'"): found[name] for name in (OWN_COPY, ENGINES_LORA)}
             stages = {name: max(size, scouts._stages(run.scouts, gpus)[name]) for name, size in stages.items()}
             engine += scouts._engine_process(run.scouts, gpus)
+        if self.writer is not None:
+            # Its prompts are new ones, so the text encoders stay.
+            resident |= self.writer.resident | {TEXT_ENCODERS: self.sizes.text_encoders}
+            # The prompts that are drawn are its rewrites.
+            stages |= self.writer.stages(max(1, run.prompts // gpus))
         return Memory({name: size for name, size in resident.items() if size}, stages, engine)
 
     def settled(self, gpus: Gpus) -> "MemoryPlan":

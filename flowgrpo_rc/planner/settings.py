@@ -8,6 +8,7 @@ from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.rollout.config import RolloutConfig, device_groups
 from flowgrpo_rc.rollout.engines import EMULATED, ENGINES
+from flowgrpo_rc.writer.config import PromptWriterConfig
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -27,6 +28,7 @@ class PlannedRun:
     replayed: float = 0.0  # Optimizer steps from the replay buffer for each from new images, once it is full
     autocast: bool = False  # Run the actor's forwards under bfloat16 autocast
     draws: bool = True  # The engine draws the images of a step; false for pairs of a file
+    writer: PromptWriterConfig | None = None  # The prompt writer, if there is one
 
     @property
     def samples_in_trainer(self) -> bool:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from flowgrpo_rc.models.config import AUTO
 from flowgrpo_rc.planner.advice import advise
 from flowgrpo_rc.planner.machines import DEVICES, GIB, UTILISATION, Gpus
-from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, Memory, MemoryPlan
+from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, TEXT_ENCODERS, Memory, MemoryPlan
 from flowgrpo_rc.planner.work import best_split, step_flops, step_time, taking_turns
+from flowgrpo_rc.planner.writing import REQUEST
 
 _WIDTH = 46
 # Share of a step's time by which a split must be faster to count as faster: plans are no more exact.
@@ -88,6 +89,18 @@ def _heading(plan: MemoryPlan) -> list[str]:
         f"{asked.max_sequence_length} tokens, {'guidance' if asked.true_cfg_scale > 1 else 'no guidance'}; engine "
         f"{run.rollout.name}, {run.rollout.dtype}",
         f"Micro-batch: {run.micro_rows(1)} rows, {run.rows_per_image} an image; activations are {recompute}",
+        *_writer(plan),
+    ]
+
+
+def _writer(plan: MemoryPlan) -> list[str]:
+    if plan.writer is None:
+        return []
+    config = plan.writer.config
+    return [
+        f"Prompt writer {config.path}: {plan.writer.parameters:,} parameters, {config.dtype}, engine "
+        f"{config.engine.dtype}; requests of {REQUEST} tokens assumed, rewrites of up to {config.max_new_tokens}; its "
+        "time is not counted"
     ]
 
 
@@ -98,11 +111,12 @@ def _components(plan: MemoryPlan, memory: Memory) -> list[str]:
     if memory.engine:
         parts[f"{plan.run.rollout.name}'s process"] = memory.engine
     parts |= {"context, workspaces, fragmentation (assumed)": RUNTIME, "total": memory.total}
-    others = memory.stages | {"text encoder, before training,": plan.sizes.text_encoders}
+    others = dict(memory.stages)
     del others[peak]
-    *stages, encoder = (f"{name} {size / GIB:.2f}" for name, size in others.items())
+    stages = [f"{name} {size / GIB:.2f}" for name, size in others.items()]
     lines = [f"  {name:{_WIDTH}}{size / GIB:>8.2f}" for name, size in parts.items()]
-    return [*lines, f"  At other times: {', '.join(stages)}; {encoder}"]
+    encoder = f"; text encoder, before training, {plan.sizes.text_encoders / GIB:.2f}"
+    return [*lines, f"  At other times: {', '.join(stages)}{'' if TEXT_ENCODERS in memory.resident else encoder}"]
 
 
 def _work(plan: MemoryPlan) -> str:

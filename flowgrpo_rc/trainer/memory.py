@@ -14,8 +14,9 @@ from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 
 def planned_run(config: FlowGRPOConfig) -> PlannedRun:
-    """The settings that memory and time depend on. A prompt writer's own memory and time are not among them."""
+    """The settings that memory and time depend on."""
     parts = config.actor_rollout_ref
+    writer = config.algorithm.prompt_writer
     return PlannedRun(
         model=parts.model,
         actor=replace(parts.actor, ppo_mini_batch_size=parts.actor.ppo_mini_batch_size * config.rewrites),
@@ -25,6 +26,7 @@ def planned_run(config: FlowGRPOConfig) -> PlannedRun:
         replayed=config.algorithm.replay.per_new(parts.rollout.staleness),
         autocast=config.trainer.mixed_precision == "bf16",
         draws=not config.data.preferences,
+        writer=None if writer.path is None else writer,
     )
 
 

@@ -144,10 +144,8 @@ class LanguageModel:
 
     @property
     def default_lora_targets(self) -> list[str]:
-        """Last parts of the names of all linear layers but the output layer."""
-        output = self.network.get_output_embeddings()
-        layers = linear_layers(self.network).items()
-        return sorted({name.rpartition(".")[2] for name, layer in layers if layer is not output})
+        """Layers that get the adapter where ``target_modules`` is null."""
+        return default_lora_targets(self.network)
 
     def copy_of_base(self, dtype: torch.dtype) -> nn.Module:
         """A second network in ``dtype``; make it before an adapter is attached."""
@@ -164,6 +162,13 @@ class LanguageModel:
         attach_lora(
             network, self, self.config, dtype=dtype, compute_dtype=compute_dtype, device=self.device, adapter=adapter
         )
+
+
+def default_lora_targets(network: Any) -> list[str]:
+    """Last parts of the names of all linear layers of a causal language model but the output layer."""
+    output = network.get_output_embeddings()
+    layers = linear_layers(network).items()
+    return sorted({name.rpartition(".")[2] for name, layer in layers if layer is not output})
 
 
 def token_log_probs(
