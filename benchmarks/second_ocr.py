@@ -29,9 +29,20 @@ def second_ocr(
     """Draw one image of each of ``targets`` and let both engines read it.
 
     Args:
+        path, options: see ``draw``.
+        written: the prompts of the images; by default those that the demo's model has learned.
+    """
+    return read_by_both(draw(lora, list(written or (f'the text "{t}"' for t in targets)), path, options), targets)
+
+
+def draw(
+    lora: Path | None, prompts: Sequence[str], path: str = DEMO, options: dict[str, Any] | None = None
+) -> list[Any]:
+    """One PIL image of each prompt, by plain diffusers.
+
+    Args:
         path: the model.
         options: arguments of its pipeline, besides prompts, sizes and noise; by default those of the demo's.
-        written: the prompts of the images; by default those that the demo's model has learned.
     """
     import torch
 
@@ -43,11 +54,11 @@ def second_ocr(
     pipe.set_progress_bar_config(disable=True)
     options = {"true_cfg_scale": 1.0} if options is None else options
     images = []
-    for start in range(0, len(targets), 50):
-        prompts = list(written or (f'the text "{t}"' for t in targets))[start : start + 50]
-        noise = [torch.Generator().manual_seed(10_000 + start + i) for i in range(len(prompts))]
-        images += pipe(prompts, height=32, width=32, num_inference_steps=6, generator=noise, **options).images
-    return read_by_both(images, targets)
+    for start in range(0, len(prompts), 50):
+        part = list(prompts[start : start + 50])
+        noise = [torch.Generator().manual_seed(10_000 + start + i) for i in range(len(part))]
+        images += pipe(part, height=32, width=32, num_inference_steps=6, generator=noise, **options).images
+    return images
 
 
 def read_by_both(images: Sequence[Any], targets: Sequence[str]) -> dict[str, Any]:
