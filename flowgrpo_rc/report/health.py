@@ -8,11 +8,19 @@ from flowgrpo_rc.report.checks_correction import CORRECTION_CHECKS
 from flowgrpo_rc.report.checks_gap import GAP_CHECKS
 from flowgrpo_rc.report.checks_images import HACKING_CHECKS
 from flowgrpo_rc.report.checks_learning import LEARNING_CHECKS, LOG_CHECK
+from flowgrpo_rc.report.checks_writer import WRITER_CHECKS
 from flowgrpo_rc.report.finding import LEVELS, Finding
 from flowgrpo_rc.report.history import History
 
 # Causes before effects: among findings of one level, the first is the one to begin with.
-CHECKS: tuple[Check, ...] = (LOG_CHECK, *GAP_CHECKS, *CORRECTION_CHECKS, *LEARNING_CHECKS, *HACKING_CHECKS)
+CHECKS: tuple[Check, ...] = (
+    LOG_CHECK,
+    *GAP_CHECKS,
+    *CORRECTION_CHECKS,
+    *LEARNING_CHECKS,
+    *HACKING_CHECKS,
+    *WRITER_CHECKS,
+)
 
 
 def check_health(

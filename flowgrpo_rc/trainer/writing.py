@@ -1,5 +1,6 @@
 """The prompt writer of a run: rewrites of a batch's requests, and what the writer learns from their images."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,13 +48,16 @@ class Rewrites:
     """Rewrites that say something to the image model and ended by themselves."""
     read_whole: Bool[Tensor, " P"]
     """Rewrites whose end the image model's text encoders do not cut off."""
+    left_out: Float[Tensor, " P"]
+    """Share of the request's words that the rewrite lacks, float64."""
 
 
 class PromptWriting:
     """Language model, engine and actor of ``algorithm.prompt_writer``.
 
-    A rewrite's score is the mean reward of its images, compared within its request. One that is empty or did not end
-    gets the lowest score of its request. The images themselves are compared within their rewrite.
+    A rewrite's score is the mean reward of its images less ``request_penalty``, compared within its request. One that
+    is empty or did not end gets the lowest score of its request. The images themselves are compared within their
+    rewrite.
     """
 
     def __init__(self, config: FlowGRPOConfig, model: DiffusionModel, accelerator: Any, total_steps: int) -> None:
@@ -117,6 +121,7 @@ class PromptWriting:
             request=request,
             fit=written.ended & torch.tensor(said),
             read_whole=torch.tensor([not reading.is_cut for reading in readings]),
+            left_out=torch.tensor([left_out(record.prompt, text) for record, text, _ in rows], dtype=torch.float64),
         )
 
     def learn(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"], gather: Gather) -> dict[str, float]:
@@ -138,6 +143,7 @@ class PromptWriting:
     def scores(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"]) -> Float[Tensor, " P"]:
         """The score of each rewrite."""
         scores = torch.from_numpy(rewards).double().reshape(len(rewrites.drawn), -1).mean(1)
+        scores -= self.config.request_penalty * rewrites.left_out
         unfit = ~rewrites.fit
         for one in rewrites.request[unfit].unique():
             own = rewrites.request == one
@@ -155,8 +161,8 @@ class PromptWriting:
         texts = rewrites.written.texts
         groups = [texts[i : i + count] for i in range(0, len(texts), count)]
         lengths = rewrites.written.batch[Key.RESPONSE_MASK].sum(1).double()
-        flags = (rewrites.fit.double(), rewrites.read_whole.double())
-        per_rewrite = gather(torch.stack([scores, lengths, *flags], dim=1))
+        shares = (rewrites.fit.double(), rewrites.read_whole.double(), rewrites.left_out)
+        per_rewrite = gather(torch.stack([scores, lengths, *shares], dim=1))
         distinct = gather(torch.tensor([len(set(group)) / count for group in groups], dtype=torch.float64))
         spread = gather(scores.reshape(-1, count).std(1, correction=0))
         return {
@@ -165,6 +171,7 @@ class PromptWriting:
             "writer/tokens": float(per_rewrite[:, 1].mean()),
             "writer/unfit_fraction": 1 - float(per_rewrite[:, 2].mean()),
             "writer/read_fraction": float(per_rewrite[:, 3].mean()),
+            "writer/left_out_fraction": float(per_rewrite[:, 4].mean()),
             "writer/distinct_fraction": float(distinct.mean()),
         }
 
@@ -204,3 +211,9 @@ class PromptWriting:
     def save(self, folder: Path) -> None:
         """Write the adapter in peft's format, which ``transformers`` loads on the same base."""
         self.actor.save(folder)
+
+
+def left_out(request: str, rewrite: str) -> float:
+    """Share of the different words of ``request`` that ``rewrite`` lacks, whatever their case; 0 without words."""
+    asked, kept = (set(re.findall(r"\w+", text.casefold())) for text in (request, rewrite))
+    return len(asked - kept) / len(asked) if asked else 0.0

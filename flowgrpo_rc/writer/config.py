@@ -133,6 +133,8 @@ class PromptWriterConfig(Section):
         default_factory=dict
     )
     """Options of the chat template, e.g. ``{enable_thinking: false}``."""
+    request_penalty: NonNegativeFloat = 0.0
+    """A rewrite's score falls by this times the share of the request's words that it leaves out."""
     dtype: Annotated[str, one_of(DTYPES)] = "float32"
     """Precision of the model that learns; its adapter is in float32."""
     lora_rank: PositiveInt = 32

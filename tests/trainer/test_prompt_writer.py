@@ -33,7 +33,8 @@ from flowgrpo_rc.rollout.base import RolloutSyncError
 from flowgrpo_rc.rollout.proof import HeldAdapter
 from flowgrpo_rc.trainer import FlowGRPOTrainer
 from flowgrpo_rc.trainer.checkpoint import CheckpointError
-from flowgrpo_rc.trainer.writing import PromptWriting
+from flowgrpo_rc.trainer.writing import PromptWriting, left_out
+from flowgrpo_rc.writer import PromptWriterConfig
 
 WRITER = "algorithm.prompt_writer"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -130,9 +131,29 @@ def test_what_the_writer_learns_from(small_config, monkeypatch):
 def test_a_rewrite_that_is_unfit_gets_the_lowest_score_of_its_request():
     writing = PromptWriting.__new__(PromptWriting)
     fit = torch.tensor([True, False, True, False, True, True])
-    rewrites = SimpleNamespace(drawn=[None] * 6, request=torch.tensor([0, 0, 0, 5, 5, 5]), fit=fit)
+    writing.config = PromptWriterConfig()
+    lacks = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.5]).double()
+    request = torch.tensor([0, 0, 0, 5, 5, 5])
+    rewrites = SimpleNamespace(drawn=[None] * 6, request=request, fit=fit, left_out=lacks)
     rewards = np.array([0.5, 0.7, 0.9, 0.9, 0.2, 0.4, 0.9, 1.0, 0.1, 0.3, 0.6, 0.6])
     assert_close(writing.scores(rewrites, rewards), torch.tensor([0.6, 0.3, 0.3, 0.2, 0.2, 0.6]).double())
+    # The last lacks half of its request's words, and is then the worst.
+    writing.config = PromptWriterConfig(request_penalty=1.0)
+    assert_close(writing.scores(rewrites, rewards), torch.tensor([0.6, 0.3, 0.3, 0.1, 0.2, 0.1]).double())
+
+
+@pytest.mark.parametrize(
+    ("request_", "rewrite", "share"),
+    [
+        ("a red Cat", "The CAT, red, on a mat", 0),
+        ("a red cat", "a redcat", 2 / 3),
+        ("cat cat dog", "a cat", 1 / 2),
+        ("a cat", "", 1),
+        ("?!", "a cat", 0),
+    ],
+)
+def test_words_of_a_request_that_a_rewrite_leaves_out(request_, rewrite, share):
+    assert left_out(request_, rewrite) == share
 
 
 class Saying:
@@ -163,6 +184,7 @@ def test_what_the_image_model_cannot_read_is_told_apart(small_config, tiny_model
         found = writing._rewrites(records, [0] * 5, torch.arange(5), "pipeline")
     assert found.fit.tolist() == [True, False, False, False, True]
     assert found.read_whole.tolist() == [True] * 4 + [False]
+    assert found.left_out.tolist() == [1.0] * 5
     assert [one.prompt for one in found.drawn] == [texts[0], "request 1", "request 2", texts[3], texts[4]]
     assert [one.metadata["written_prompt"] for one in found.scored] == texts
 

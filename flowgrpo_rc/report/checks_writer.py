@@ -1,0 +1,39 @@
+"""Checks on a prompt writer: rewrites that cannot be used, and its engine's gap."""
+
+from flowgrpo_rc.report.check import Measurement, checks, recent_mean, span_words
+from flowgrpo_rc.report.finding import HealthyRange, number
+from flowgrpo_rc.report.history import History
+
+_HERE = "algorithm.prompt_writer"
+
+
+def gap_in_the_clip_band(history: History) -> Measurement | None:
+    """The mean gap of a token, in half widths of the clip band of ``token_loss``."""
+    series = history.require("writer/rollout_corr/logprob_abs_diff_mean")
+    clip = history.setting(f"{_HERE}.actor.token_loss.clip_ratio")
+    if clip is None:
+        return None
+    value = series.mean / clip
+    says = f"the mean |log ratio| of a token is {number(value)} of clip_ratio={number(clip)} {span_words(series.span)}"
+    return Measurement(value, series.metric, series.span, says)
+
+
+WRITER_LIMITS = {
+    "writer_unfit": HealthyRange(high=0.2, problem_high=0.5),
+    "writer_read": HealthyRange(low=0.9, problem_low=0.5),
+    "writer_gap": HealthyRange(high=0.5, problem_high=0.8),
+}
+WRITER_ADVICE = {
+    "writer_unfit": f"Raise {_HERE}.max_new_tokens, or ask for the prompt alone in {_HERE}.system_prompt.",
+    "writer_read": f"Raise rollout.pipeline.max_sequence_length, or lower {_HERE}.max_new_tokens.",
+    "writer_gap": f"Raise {_HERE}.engine.dtype, or widen {_HERE}.actor.token_loss.clip_ratio.",
+}
+WRITER_CHECKS = checks(
+    (
+        ("writer_unfit", "Rewrites that are empty or do not end", recent_mean("writer/unfit_fraction")),
+        ("writer_read", "Rewrites that the image model reads to the end", recent_mean("writer/read_fraction")),
+        ("writer_gap", "The prompt writer's gap against its clip band", gap_in_the_clip_band),
+    ),
+    WRITER_LIMITS,
+    WRITER_ADVICE,
+)

@@ -1,0 +1,34 @@
+"""Checks on a prompt writer: levels, and what they are silent about."""
+
+import pytest
+
+from flowgrpo_rc.report import check_health
+
+GAP = "writer/rollout_corr/logprob_abs_diff_mean"
+CONFIG = {"algorithm": {"prompt_writer": {"path": "lm", "actor": {"token_loss": {"clip_ratio": 0.2}}}}}
+
+
+def found(rows, check, config=CONFIG):
+    return next((finding for finding in check_health(rows, config) if finding.check == check), None)
+
+
+@pytest.mark.parametrize(
+    ("check", "metric", "values"),
+    [
+        ("writer_unfit", "writer/unfit_fraction", (0.2, 0.4, 0.6)),
+        ("writer_read", "writer/read_fraction", (0.95, 0.7, 0.4)),
+        ("writer_gap", GAP, (0.05, 0.12, 0.2)),
+    ],
+)
+def test_levels(check, metric, values):
+    levels = [found([{metric: value}] * 12, check).level for value in values]
+    assert levels == ["ok", "watch", "problem"]
+    assert found([{"reward/mean": 0.5}] * 12, check) is None
+
+
+def test_the_gap_is_said_in_clip_bands():
+    finding = found([{GAP: 0.12}] * 12, "writer_gap")
+    assert finding.value == pytest.approx(0.6)
+    assert "0.6 of clip_ratio=0.2" in finding.measured
+    assert "engine.dtype" in finding.advice
+    assert found([{GAP: 0.12}] * 12, "writer_gap", None) is None
