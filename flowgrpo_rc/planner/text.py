@@ -143,8 +143,8 @@ def _time(plan: MemoryPlan, gpus: Gpus, of: str) -> str:
 
 def _split(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int], reward: float) -> list[str]:
     """Compare taking turns on all GPUs with engines one batch ahead on some of them; nothing for one GPU, nor for
-    scouts that are drawn again, which no engine does ahead."""
-    if gpus.count < 2 or plan.run.rollout.scout.redraw:
+    scouts that are drawn again or with a prompt writer, which no engine does ahead."""
+    if gpus.count < 2 or plan.run.rollout.scout.redraw or plan.writer is not None:
         return []
     flops = step_flops(plan)
     split = best_split(plan, flops, gpus, trainers, reward)

@@ -122,6 +122,8 @@ def test_a_plan_holds_writer_and_text_encoders(plan, run):
     text = describe(plan, Gpus(1, 24))
     assert "Prompt writer asset:tiny_writer: 170,784 parameters, float32, engine bfloat16" in text
     assert "text encoder, before training" not in text
+    # Nothing is drawn ahead with a prompt writer.
+    assert "Turns or split" not in describe(plan, Gpus(2, 24))
 
 
 def test_a_folder_without_a_language_model_cannot_be_planned(tmp_path):
