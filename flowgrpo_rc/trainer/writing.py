@@ -1,5 +1,6 @@
 """The prompt writer of a run: rewrites of a batch's requests, and what the writer learns from their images."""
 
+import json
 import re
 import warnings
 from collections.abc import Sequence
@@ -18,7 +19,13 @@ from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.digests import spread, tokenizer_digest, values_digest
-from flowgrpo_rc.models.lora import ACTOR_ADAPTER, adapter_state, base_parameters, load_adapter_state
+from flowgrpo_rc.models.lora import (
+    ACTOR_ADAPTER,
+    AdapterMismatchError,
+    adapter_state,
+    base_parameters,
+    load_adapter_state,
+)
 from flowgrpo_rc.models.prompts import read_prompts
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
 from flowgrpo_rc.rollout.seeds import VALIDATION, WRITER, seed_for
@@ -29,6 +36,8 @@ from flowgrpo_rc.writer import LanguageModel, WriterActor, WriterEngine, Written
 
 WRITER_FILE = "adapter_model.safetensors"
 """The adapter's file in a folder of peft's format."""
+BASE_FILE = "trained_on.json"
+"""Beside it: digests of the model that the adapter belongs to."""
 WRITTEN = "written_prompt"
 """Key of a rewrite in the metadata that reward functions get; their prompt is the request."""
 
@@ -200,7 +209,17 @@ class PromptWriting:
         self.actor.load_optimizer(state["optimizer"]["state"], state["taken"])
 
     def load(self, folder: Path) -> None:
-        """Load an adapter that ``save`` wrote; raises ``AdapterMismatchError`` for another shape or network."""
+        """Load an adapter that ``save`` wrote; raises ``AdapterMismatchError`` for another shape, or if it was trained
+        on another network or tokenizer."""
+        own, trained = self._base(), json.loads((folder / BASE_FILE).read_text())
+        # Rounded weights have another digest than those in float32.
+        compared = ["tokenizer"] + (["network"] if trained["dtype"] == own["dtype"] else [])
+        differs = [name for name in compared if trained[name] != own[name]]
+        if differs:
+            raise AdapterMismatchError(
+                f"{folder}: its adapter was trained on another {' and '.join(differs)} than that of "
+                f"algorithm.prompt_writer.path={self.config.path}; give the language model of its run"
+            )
         saved = load_file(folder / WRITER_FILE)
         names = {
             name: name.removeprefix("base_model.model.").replace(".weight", f".{ACTOR_ADAPTER}.weight")
@@ -211,6 +230,12 @@ class PromptWriting:
     def save(self, folder: Path) -> None:
         """Write the adapter in peft's format, which ``transformers`` loads on the same base."""
         self.actor.save(folder)
+        (folder / BASE_FILE).write_text(json.dumps(self._base(), indent=2))
+
+    def _base(self) -> dict[str, Any]:
+        """What the adapter is trained on: digests of network and tokenizer, and the network's precision."""
+        found = self.fingerprint()
+        return {"network": found["network"], "tokenizer": found["tokenizer"], "dtype": self.config.dtype}
 
 
 def left_out(request: str, rewrite: str) -> float:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -237,6 +238,16 @@ def test_evaluate_compares_base_writer_and_both(small_config, tmp_path, capsys):
     assert means["base"] == rows[0]["val/reward/mean"]
     assert means["lora"] == rows[-1]["val/reward/mean"]
     assert len(set(means.values())) == len(means) == 3
+    # The same layers with another vocabulary, as where the folder of a model was replaced.
+    other = tmp_path / "other"
+    shutil.copytree(resolve_asset("asset:tiny_writer"), other)
+    words = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(words.replace('"a":', '"\u00e4":'))
+    assert (other / "tokenizer.json").read_text() != words
+    config = (root / "config.yaml").read_text()
+    (root / "config.yaml").write_text(config.replace("asset:tiny_writer", str(other)))
+    assert cli_main(["evaluate", "--run-dir", str(root), "--out", str(tmp_path / "again")]) == 1
+    assert "its adapter was trained on another tokenizer than that of" in capsys.readouterr().err
 
 
 @pytest.mark.run
