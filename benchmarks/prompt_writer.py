@@ -65,6 +65,7 @@ SHOWN = {
     "joint": ("both", "#08519c"),
     "writer": ("the writer alone", "#f4a582"),
     "images": ("the image model alone", "#4d4d4d"),
+    "shuffled": ("both, rewards dealt to the wrong images", "#c51b8a"),
 }
 """Settings of the figure, with their labels and colours."""
 UNTRAINED = "untrained"
