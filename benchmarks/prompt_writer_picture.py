@@ -1,7 +1,7 @@
 """Rewrites of held-out requests and their pictures, before a run of the example script and after it.
 
-    OUTPUTS=/tmp bash examples/flowgrpo_trainer/run_tiny_prompt_writer.sh trainer.total_training_steps=60 trainer.seed=1
-    python benchmarks/prompt_writer_picture.py /tmp/flowgrpo_rc/tiny_prompt_writer
+    bash examples/flowgrpo_trainer/run_tiny_prompt_writer.sh trainer.total_training_steps=60 trainer.seed=1
+    python benchmarks/prompt_writer_picture.py outputs/flowgrpo_rc/tiny_prompt_writer
 
 Writes the picture of docs/prompt_writer.md. Both rows start from the same seeds: the first rewrite and the first image
 that come are shown, none is chosen.
