@@ -5,8 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # A worker for each of two cores, one thread each. A file's tests stay together, since they share runs and engines.
 WORKERS ?= 2
-SHARED := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SHARED)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 VERL   := $(VENV)/verl
 OMNI   := $(VENV)/verl-omni
 ROUND  := $(VENV)/quantization
@@ -78,9 +77,11 @@ kernels: $(STAMP)
 browser:
 	scripts/install_chromium.sh
 
-# The engine vllm_omni against the real vllm-omni on a CPU, in an environment of its own (three minutes to set up).
+# The engine vllm_omni against the real vllm-omni on a CPU, in an environment of its own (three minutes to set up). One
+# file has most of the tests, so a worker without work takes over half of the other's.
 vllm: $(VLLM)/.installed
-	JAXTYPING_DISABLE=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest $(SHARED) tests/vllm_omni $(PYTEST_ARGS)
+	JAXTYPING_DISABLE=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/vllm_omni \
+		$(PYTEST_ARGS)
 
 $(VLLM)/.installed: scripts/install_vllm_omni_cpu.sh scripts/torchvision_on_cpu.py constraints-vllm.txt pyproject.toml
 	PYTHON=$(PYTHON) scripts/install_vllm_omni_cpu.sh $(VLLM)
