@@ -67,11 +67,10 @@ $(OMNI)/.installed: tests/integrations/requirements-verl-omni.txt $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-# A selection again with the kernels of a processor without AVX: torch's own, oneDNN's and MKL's. Of families, those
-# with blocks of their own.
+# A selection again with the kernels of a processor without AVX: torch's own, oneDNN's and MKL's.
 kernels: $(STAMP)
 	JAXTYPING_DISABLE=1 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
-		$(PYTEST) -m "portable and not slow" $(PYTEST_ARGS)
+		$(PYTEST) -m portable $(PYTEST_ARGS)
 
 # A Chromium for the tests that open the report; does nothing where there is one.
 browser:

@@ -12,7 +12,7 @@ from flowgrpo_rc.models.config import AUTO
 from flowgrpo_rc.planner.machines import GIB, Gpus
 from flowgrpo_rc.planner.passes import Passes, Usage
 from flowgrpo_rc.planner.pipeline import FakePipeline
-from flowgrpo_rc.planner.settings import RECOMPUTE, ROWS, PlannedRun
+from flowgrpo_rc.planner.settings import RECOMPUTE, ROWS, PlannedRun, adamw_moments
 from flowgrpo_rc.planner.writing import WriterPlan
 
 # Assumed beside tensors: the device's context, libraries' workspaces, fragmentation of the allocator.
@@ -209,7 +209,9 @@ class MemoryPlan:
             "gathered blocks": self._gathered(run, gpus),
             OWN_COPY: self._own_copy(run) if in_process else 0,
             "LoRA": lora,
-            "AdamW's two moments": self._moments(run),
+            "AdamW's two moments": adamw_moments(
+                run.actor.optim.name, sizes.lora_parameters, torch_dtype(run.model.lora_dtype).itemsize
+            ),
             "average of the LoRA": lora if run.actor.ema_decay is not None else 0,
             "reference LoRA of the KL": lora if run.actor.needs_reference and run.actor.kl_reference == "start" else 0,
             ENGINES_LORA: self._lora(run.rollout.dtype) if in_process else 0,
@@ -268,12 +270,6 @@ class MemoryPlan:
         at_once = run.sampled_at_once(gpus)
         work = max(self.engine.forward(at_once).peak, self.engine.decode(at_once).peak)
         return self._engine_weights() + self._merged(run) + self.sizes.vae + work
-
-    def _moments(self, run: PlannedRun) -> int:
-        if run.actor.optim.name == "adamw_8bit":
-            # A byte a number, and a float32 scale for 256.
-            return 2 * self.sizes.lora_parameters * 65 // 64
-        return 2 * self._lora(run.model.lora_dtype)
 
     def _lora(self, dtype: str) -> int:
         return self.sizes.lora_parameters * torch_dtype(dtype).itemsize

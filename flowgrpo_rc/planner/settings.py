@@ -133,6 +133,14 @@ class PlannedRun:
         return replace(self, rollout=replace(self.rollout, **changes))
 
 
+def adamw_moments(optimizer: str, parameters: int, itemsize: int) -> int:
+    """Bytes of AdamW's two moments of weights of so many bytes each."""
+    if optimizer == "adamw_8bit":
+        # A byte a number, and a float32 scale for 256.
+        return 2 * parameters * 65 // 64
+    return 2 * parameters * itemsize
+
+
 def _replaced(node: Any, path: Sequence[str], value: Any) -> Any:
     """A copy of nested dataclasses with another value at ``path``."""
     name, *rest = path

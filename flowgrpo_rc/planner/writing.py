@@ -9,14 +9,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flowgrpo_rc.dtypes import torch_dtype
-from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.lora import adapter_parameters, attach_lora
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.live_bytes import LiveBytes
 from flowgrpo_rc.planner.pipeline import PlanError, bytes_of, parameters_of, replace_tensors
+from flowgrpo_rc.planner.settings import adamw_moments
 from flowgrpo_rc.writer.config import PromptWriterConfig
 from flowgrpo_rc.writer.engine import SeededSampler
-from flowgrpo_rc.writer.language import PATH, default_lora_targets
+from flowgrpo_rc.writer.language import default_lora_targets, describe_network, log_probs_at
 
 REQUEST = 128
 """Tokens of a request with its chat template, assumed: a plan reads no data."""
@@ -26,7 +26,7 @@ class WriterPlan:
     """A prompt writer's memory on one GPU; every process holds it whole.
 
     Raises:
-        PlanError: its configuration cannot be read, or is no language model's.
+        PlanError: its configuration cannot be read.
     """
 
     def __init__(self, config: PromptWriterConfig) -> None:
@@ -37,21 +37,19 @@ class WriterPlan:
         lora = sum(parameter.numel() for parameter in adapter_parameters(self._actor).values())
         self.parameters = parameters_of(self._actor) - lora
         """Parameters without the LoRA."""
-        # float32, as AdamW's moments without quantisation.
-        self._lora = 4 * lora
-        moments = 2 * lora * 65 // 64 if config.actor.optim.name == "adamw_8bit" else 2 * self._lora
-        learns = config.learns != "images"
+        self._lora = 4 * lora  # in float32
+        moments = 0 if config.learns == "images" else adamw_moments(config.actor.optim.name, lora, 4)
         self.resident = {
             "prompt writer": bytes_of(self._actor) - self._lora,
             "its engine's copy": bytes_of(self._engine),
-            "its LoRA and AdamW's moments": self._lora + (moments if learns else 0),
+            "its LoRA and AdamW's moments": self._lora + moments,
         }
         """Resident bytes, by component."""
         self._sampling = cache(self._measure_sampling)
         self._update = cache(self._measure_update)
 
     def stages(self, rewrites: int) -> dict[str, int]:
-        """Bytes that each stage adds; ``rewrites`` are those of a step on one GPU."""
+        """Bytes that each stage adds, with so many rewrites in a step on one GPU."""
         stages = {"writing": self._sampling(min(self.config.engine.micro_batch_size, rewrites))}
         if self.config.learns != "images":
             rows = min(self.config.actor.ppo_micro_batch_size_per_gpu, rewrites)
@@ -60,18 +58,14 @@ class WriterPlan:
         return stages
 
     def _network(self, dtype: str, lora_dtype: str) -> Any:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        path = resolve_asset(self.config.path or "")
         try:
-            described = AutoConfig.from_pretrained(path)
-            with torch.device("meta"):
-                network = AutoModelForCausalLM.from_config(described, dtype=torch_dtype(dtype))
-        except (OSError, ValueError) as error:
-            raise PlanError(
-                f"{PATH}: {path} gives no language model ({one_line(error, 200)}); give a folder in transformers' "
-                "format, or its name on the hub"
-            ) from error
+            described = describe_network(resolve_asset(self.config.path or ""))
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(described, dtype=torch_dtype(dtype))
         network.requires_grad_(False).eval()
         model: Any = SimpleNamespace(default_lora_targets=default_lora_targets(network))
         with torch.device("meta"):
@@ -98,15 +92,12 @@ class WriterPlan:
         return live.peak
 
     def _measure_update(self, rows: int) -> int:
-        """Forward and backward of ``rows`` rewrites, as ``token_log_probs`` computes them."""
+        """Forward and backward of ``rows`` rewrites of the longest."""
         length = self.config.max_new_tokens
         network = self._actor
         with self._fake, self._live(network) as live:
             ids = torch.zeros(rows, REQUEST + length, dtype=torch.long)
-            logits = network(input_ids=ids, use_cache=False, logits_to_keep=length + 1).logits
-            places = torch.zeros(rows, length, 1, dtype=torch.long).expand(-1, -1, logits.shape[-1])
-            chosen = logits.gather(1, places).float().log_softmax(-1)
-            chosen.gather(-1, ids[:, :length, None]).sum().backward()
+            log_probs_at(network, ids, ids[:, :length], REQUEST - 1).sum().backward()
         network.zero_grad(set_to_none=True)
         return live.peak
 

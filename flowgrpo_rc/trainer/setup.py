@@ -89,7 +89,7 @@ class Run:
         self.prompt_sets = prompt_sets(config, self.train_prompts, self.val_prompts)
         changed = None
         if writer.path is not None:
-            requests = ((record.prompt, record.source) for one in self.prompt_sets for record in one.records)
+            requests = [(record.prompt, record.source) for one in self.prompt_sets for record in one.records]
             changed = RequestTokens(writer).check_requests(requests)
         if trains:
             self.sampler = PromptSampler(len(self.train_prompts), data.train_batch_size, data.seed, data.shuffle)

@@ -1,7 +1,7 @@
 """The writer's language model and its tokenizer."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,28 +33,21 @@ class RequestTokens:
     """
 
     def __init__(self, config: PromptWriterConfig) -> None:
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+        from transformers import AutoTokenizer, GenerationConfig
 
         self.folder = resolve_asset(config.path or "")
         """Folder or hub name of the model."""
-        if Path(self.folder).is_dir() and not (Path(self.folder) / "config.json").is_file():
-            raise ValueError(f"{PATH}: {self.folder} has no config.json; give the folder of a language model")
         self._config = config
-        try:
-            network = AutoConfig.from_pretrained(self.folder)
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
-        except OSError as error:
-            raise ValueError(
-                f"{PATH}: {self.folder} cannot be read ({one_line(error, 200)}); give the folder of a language model "
-                "in transformers' format, or its name on the hub"
-            ) from error
+        network = describe_network(self.folder)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
         self._longest: int | None = getattr(network, "max_position_embeddings", None)
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"{PATH}: the tokenizer in {self.folder} has no chat template, through which requests go; give a model "
                 "that was trained on chats, or add its chat_template.jinja"
             )
-        named: list[Any] = [network, self.tokenizer]
+        # The network's own comes last: its class may have a default that no file names.
+        named: list[Any] = [self.tokenizer, network]
         with suppress(OSError):  # not every model has one
             named.insert(0, GenerationConfig.from_pretrained(self.folder))
         ends = next((one.eos_token_id for one in named if getattr(one, "eos_token_id", None) is not None), None)
@@ -94,7 +87,7 @@ class RequestTokens:
             text = text if found else ""
         return text.strip()
 
-    def check_requests(self, requests: Iterable[tuple[str, str]]) -> str | None:
+    def check_requests(self, requests: Sequence[tuple[str, str]]) -> str | None:
         """Check requests, each given with its place in a file, before anything is loaded.
 
         Returns one line on those that the tokenizer does not give back as they are, or ``None``.
@@ -102,20 +95,17 @@ class RequestTokens:
         Raises:
             ValueError: the chat template does not take one, or one is too long for the model; with its place.
         """
-        longest = self._longest
         changed: list[tuple[str, str, str]] = []
-        total = 0
         for request, source in requests:
-            total += 1
             try:
                 tokens = len(self.of(request))
             except ValueError as error:
                 raise ValueError(f"{source}: {error}") from error
-            if longest is not None and tokens + self._config.max_new_tokens > longest:
+            if self._longest is not None and tokens + self._config.max_new_tokens > self._longest:
                 raise ValueError(
                     f"{source}: with its chat template the request has {tokens} tokens; with "
                     f"algorithm.prompt_writer.max_new_tokens={self._config.max_new_tokens} these are more than the "
-                    f"{longest} of the model in {self.folder}; shorten it, or lower max_new_tokens"
+                    f"{self._longest} of the model in {self.folder}; shorten it, or lower max_new_tokens"
                 )
             back = self.tokenizer.decode(self.tokenizer(request, add_special_tokens=False).input_ids)
             if back.strip() != request.strip():
@@ -124,9 +114,24 @@ class RequestTokens:
             return None
         source, request, back = changed[0]
         return (
-            f"{PATH}: the tokenizer in {self.folder} cannot write {len(changed)} of {total} requests as they are (the "
-            f"first: {source}, {request[:80]!r} becomes {back[:80]!r}); rewrites lose the same"
+            f"{PATH}: the tokenizer in {self.folder} cannot write {len(changed)} of {len(requests)} requests as they are "
+            f"(the first: {source}, {request[:80]!r} becomes {back[:80]!r}); rewrites lose the same"
         )
+
+
+def describe_network(path: str) -> Any:
+    """The configuration of the language model in a folder or on the hub; ``ValueError`` if there is none."""
+    from transformers import AutoConfig
+
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise ValueError(f"{PATH}: {path} has no config.json; give the folder of a language model")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except OSError as error:
+        raise ValueError(
+            f"{PATH}: {path} cannot be read ({one_line(error, 200)}); give the folder of a language model in "
+            "transformers' format, or its name on the hub"
+        ) from error
 
 
 class LanguageModel:
@@ -185,7 +190,13 @@ def token_log_probs(
     places = request_lengths[:, None] - 1 + torch.arange(length, device=input_ids.device)
     places = places.clamp(max=input_ids.shape[1] - 2)
     # From the first place on: logits of the requests would be the largest tensor of all.
-    first = int(request_lengths.min()) - 1
+    return log_probs_at(network, input_ids, places, int(request_lengths.min()) - 1)
+
+
+def log_probs_at(
+    network: Any, input_ids: Int[Tensor, "B L"], places: Int[Tensor, "B T"], first: int
+) -> Float[Tensor, "B T"]:
+    """Log-probs of the tokens that follow ``places``, none of which lies before ``first``; see ``token_log_probs``."""
     kept = input_ids.shape[1] - first
     logits = network(input_ids=input_ids, use_cache=False, logits_to_keep=kept).logits
     chosen = logits.gather(1, (places - first)[..., None].expand(-1, -1, logits.shape[-1])).float()

@@ -127,5 +127,5 @@ def test_a_plan_holds_writer_and_text_encoders(plan, run):
 
 
 def test_a_folder_without_a_language_model_cannot_be_planned(tmp_path):
-    with pytest.raises(PlanError, match="algorithm.prompt_writer.path: .* gives no language model"):
+    with pytest.raises(PlanError, match="algorithm.prompt_writer.path: .* has no config.json"):
         WriterPlan(config_of(tmp_path))
