@@ -10,6 +10,8 @@
 #   OUTPUTS, NUM_GPUS, LAUNCHER and ENGINE are those of launch.sh
 #   PROMPTS, IMAGES, SIZE, CLIP                   (default: 48 prompts x 16 images of 512 pixels to a side, clip 1e-4)
 #   MICRO      images of a micro-batch            (default: 4)
+#   RANK, DECAY, EMA                              (default: LoRA of rank 64, whose alpha is twice that, weight decay 1e-4,
+#              weights averaged by 0.974 an update; EMA=null averages none)
 #
 # From Flow-Factory's examples/grpo/lora, which have one recipe for every family: LoRA of rank 64 and alpha 128 from
 # Gaussian weights, learning rate 3e-4, weight decay 1e-4, clip 1e-4, no KL, 48 prompts x 16 images a batch, two updates
@@ -26,6 +28,7 @@ VAL=${VAL:-$DATA/test.txt}
 read -ra REWARDS <<<"${REWARD:-reward.functions.pickscore=1.0 reward.val_functions.clip_cosine=true}"
 PROMPTS=${PROMPTS:-48}
 SIZE=${SIZE:-512}
+RANK=${RANK:-64}
 source "$HERE/launch.sh"
 
 exec "${LAUNCH[@]}" \
@@ -39,15 +42,15 @@ exec "${LAUNCH[@]}" \
     actor_rollout_ref.model.algorithm=flow_grpo \
     actor_rollout_ref.model.path="$MODEL" \
     actor_rollout_ref.model.dtype=bfloat16 \
-    actor_rollout_ref.model.lora_rank=64 \
-    actor_rollout_ref.model.lora_alpha=128 \
+    actor_rollout_ref.model.lora_rank="$RANK" \
+    actor_rollout_ref.model.lora_alpha="$((2 * RANK))" \
     actor_rollout_ref.model.lora_init_weights=gaussian \
     actor_rollout_ref.model.enable_gradient_checkpointing=True \
     actor_rollout_ref.actor.optim.lr=3e-4 \
-    actor_rollout_ref.actor.optim.weight_decay=0.0001 \
+    actor_rollout_ref.actor.optim.weight_decay="${DECAY:-0.0001}" \
     actor_rollout_ref.actor.ppo_mini_batch_size="$((PROMPTS / 2))" \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="${MICRO:-4}" \
-    actor_rollout_ref.actor.ema_decay=0.974 \
+    actor_rollout_ref.actor.ema_decay="${EMA:-0.974}" \
     actor_rollout_ref.actor.diffusion_loss.clip_ratio="${CLIP:-0.0001}" \
     actor_rollout_ref.rollout.name="$ENGINE" \
     actor_rollout_ref.rollout.dtype=bfloat16 \
