@@ -69,6 +69,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     is_main = run.accelerator.is_main_process
     count = len(run.val_prompts)
     try:
+        if writer is not None and run.writer is not None:
+            # Before images of the base are drawn.
+            run.writer.check_base(writer)
         own = adapter_state(run.actor.transformer)
         models = []
         drawn = {BASE: {}} | ({} if writer is None else {WRITER: {}}) | updates

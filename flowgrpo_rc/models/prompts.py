@@ -127,7 +127,8 @@ def check_prompts(
     cut = [i for i, reading in enumerate(readings) if reading.is_cut]
     if not cut:
         return None
-    source, first = prompts[cut[0]][1], readings[cut[0]]
+    source = prompts[cut[0]][1]
+    first = readings[cut[0]]
     return (
         f"{here}={max_sequence_length} cuts off the ends of {len(cut)} of {len(prompts)} prompts (the first: {source}, "
         f"{first.tokens} tokens of which {first.kept} are read)"

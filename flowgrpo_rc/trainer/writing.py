@@ -47,7 +47,7 @@ class Rewrites:
     """The rewrites of some requests of this process."""
 
     drawn: list[PromptRecord]
-    """Records whose prompt is a rewrite, or the request where that says nothing to the image model."""
+    """Records whose prompt is a rewrite, or the request where the image model can read nothing of the rewrite."""
     scored: list[PromptRecord]
     """The requests, with the rewrite in their metadata."""
     written: Written
@@ -76,7 +76,7 @@ class PromptWriting:
             "pipeline": config.actor_rollout_ref.rollout.pipeline,
             "val_kwargs.pipeline": config.actor_rollout_ref.rollout.validation_pipeline,
         }
-        self._said_cut = not accelerator.is_main_process
+        self._warns_of_cuts: bool = accelerator.is_main_process
         self._algorithm = config.algorithm
         self._rollout_seed = config.rollout_seed
         self._validation_seed = config.actor_rollout_ref.rollout.val_kwargs.seed
@@ -113,22 +113,24 @@ class PromptWriting:
         check_adapter(self._held, written.adapter_version, written.adapter_digest)
         readings = read_prompts(self._model, written.texts, self._pipelines[section].max_sequence_length)
         rows = list(zip(records, written.texts, readings, strict=True))
-        for record, text, reading in rows:
-            if reading.is_cut and not self._said_cut:
-                self._said_cut = True
-                warnings.warn(
-                    f"{record.source}: the image model reads {reading.kept} of the {reading.tokens} tokens of the "
-                    f"rewrite {text[:80]!r}; raise actor_rollout_ref.rollout.{section}.max_sequence_length or lower "
-                    "algorithm.prompt_writer.max_new_tokens. writer/read_fraction counts such rewrites from now on",
-                    stacklevel=2,
-                )
-        said = [reading.has_text for reading in readings]
+        first = next((row for row in rows if row[2].is_cut), None)
+        if first is not None and self._warns_of_cuts:
+            self._warns_of_cuts = False
+            record, text, reading = first
+            warnings.warn(
+                f"{record.source}: the image model reads {reading.kept} of the {reading.tokens} tokens of the rewrite "
+                f"{text[:80]!r}; raise actor_rollout_ref.rollout.{section}.max_sequence_length or lower "
+                "algorithm.prompt_writer.max_new_tokens. Further ones are not named; writer/read_fraction is the share "
+                "of training's that are read to the end",
+                stacklevel=2,
+            )
+        readable = [reading.has_text for reading in readings]
         return Rewrites(
             drawn=[replace(record, prompt=text if one.has_text else record.prompt) for record, text, one in rows],
             scored=[replace(record, metadata={**record.metadata, WRITTEN: text}) for record, text, _ in rows],
             written=written,
             request=request,
-            fit=written.ended & torch.tensor(said),
+            fit=written.ended & torch.tensor(readable),
             read_whole=torch.tensor([not reading.is_cut for reading in readings]),
             left_out=torch.tensor([left_out(record.prompt, text) for record, text, _ in rows], dtype=torch.float64),
         )
@@ -208,10 +210,11 @@ class PromptWriting:
         load_adapter_state(self.actor.network, state["adapter"])
         self.actor.load_optimizer(state["optimizer"]["state"], state["taken"])
 
-    def load(self, folder: Path) -> None:
-        """Load an adapter that ``save`` wrote; raises ``AdapterMismatchError`` for another shape, or if it was trained
-        on another network or tokenizer."""
-        own, trained = self._base(), json.loads((folder / BASE_FILE).read_text())
+    def check_base(self, folder: Path) -> None:
+        """Raise ``AdapterMismatchError`` if the adapter that ``save`` wrote was trained on another network or
+        tokenizer."""
+        own = self._base()
+        trained = json.loads((folder / BASE_FILE).read_text())
         # Rounded weights have another digest than those in float32.
         compared = ["tokenizer"] + (["network"] if trained["dtype"] == own["dtype"] else [])
         differs = [name for name in compared if trained[name] != own[name]]
@@ -220,6 +223,9 @@ class PromptWriting:
                 f"{folder}: its adapter was trained on another {' and '.join(differs)} than that of "
                 f"algorithm.prompt_writer.path={self.config.path}; give the language model of its run"
             )
+
+    def load(self, folder: Path) -> None:
+        """Load an adapter that ``save`` wrote; raises ``AdapterMismatchError`` for another shape."""
         saved = load_file(folder / WRITER_FILE)
         names = {
             name: name.removeprefix("base_model.model.").replace(".weight", f".{ACTOR_ADAPTER}.weight")
@@ -233,12 +239,17 @@ class PromptWriting:
         (folder / BASE_FILE).write_text(json.dumps(self._base(), indent=2))
 
     def _base(self) -> dict[str, Any]:
-        """What the adapter is trained on: digests of network and tokenizer, and the network's precision."""
+        """Digests of network and tokenizer, and the network's precision."""
         found = self.fingerprint()
         return {"network": found["network"], "tokenizer": found["tokenizer"], "dtype": self.config.dtype}
 
 
 def left_out(request: str, rewrite: str) -> float:
     """Share of the different words of ``request`` that ``rewrite`` lacks, whatever their case; 0 without words."""
-    asked, kept = (set(re.findall(r"\w+", text.casefold())) for text in (request, rewrite))
-    return len(asked - kept) / len(asked) if asked else 0.0
+    asked = words(request)
+    return len(asked - words(rewrite)) / len(asked) if asked else 0.0
+
+
+def words(text: str) -> set[str]:
+    """The different words of ``text``, in lower case."""
+    return set(re.findall(r"\w+", text.casefold()))

@@ -114,8 +114,8 @@ class RequestTokens:
             return None
         source, request, back = changed[0]
         return (
-            f"{PATH}: the tokenizer in {self.folder} cannot write {len(changed)} of {len(requests)} requests as they are "
-            f"(the first: {source}, {request[:80]!r} becomes {back[:80]!r}); rewrites lose the same"
+            f"{PATH}: the tokenizer in {self.folder} cannot write {len(changed)} of {len(requests)} requests as they "
+            f"are (the first: {source}, {request[:80]!r} becomes {back[:80]!r}); rewrites lose the same"
         )
 
 

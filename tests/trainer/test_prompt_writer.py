@@ -173,7 +173,7 @@ def test_what_the_image_model_cannot_read_is_told_apart(small_config, tiny_model
     with line and file."""
     config = small_config(*REQUESTS, *WITH, f"{ROLLOUT}.pipeline.max_sequence_length=8")
     writing = PromptWriting.__new__(PromptWriting)
-    writing._model, writing._held, writing._said_cut = tiny_model, HeldAdapter(0, ""), False
+    writing._model, writing._held, writing._warns_of_cuts = tiny_model, HeldAdapter(0, ""), True
     writing._pipelines = {"pipeline": config.actor_rollout_ref.rollout.pipeline}
     texts = ['the text "1"', " \n", "", 'the text "2"', "a much longer text than eight tokens can hold at all, twice"]
     writing.engine = Saying(texts, [True, True, True, False, True])
@@ -227,7 +227,7 @@ def test_a_resumed_run_repeats_an_undisturbed_one(small_config):
 
 
 @pytest.mark.run
-def test_evaluate_compares_base_writer_and_both(small_config, tmp_path, capsys):
+def test_evaluate_compares_base_writer_and_both(small_config, tmp_path, capsys, monkeypatch):
     """The last validation of a run is found again, to the digit; the base has the first one's."""
     root = FlowGRPOTrainer(small_config(*REQUESTS[:2], *WITH, f"{WRITER}.actor.optim.lr=0.03")).fit().root
     capsys.readouterr()
@@ -246,6 +246,7 @@ def test_evaluate_compares_base_writer_and_both(small_config, tmp_path, capsys):
     assert (other / "tokenizer.json").read_text() != words
     config = (root / "config.yaml").read_text()
     (root / "config.yaml").write_text(config.replace("asset:tiny_writer", str(other)))
+    monkeypatch.setattr("flowgrpo_rc.trainer.validation.validate", lambda *_: pytest.fail("drawn"))
     assert cli_main(["evaluate", "--run-dir", str(root), "--out", str(tmp_path / "again")]) == 1
     assert "its adapter was trained on another tokenizer than that of" in capsys.readouterr().err
 
