@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from threading import Lock
 from typing import Any
 
 from machine import describe
@@ -28,6 +29,8 @@ HERE = Path(__file__).resolve().parent
 CONFIG = "tiny_qwen_image_ocr"
 TIMEOUT = 3600
 
+_LOADING = Lock()
+"""Models cannot be loaded by two threads of one process: transformers changes torch's global state meanwhile."""
 GAPS = ("rollout_corr/logprob_abs_diff_mean", "actor/log_ratio_abs_mean_first")
 """Where a row has the gap; see ``summarise``."""
 CURVES = (
@@ -198,7 +201,9 @@ def run_one(study: Study, setting: str, seed: int, machine: dict) -> tuple[dict[
             folder = Path(scratch) / "run"
             seconds = train(study.program(setting), overrides, folder)
             figures = summarise([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
-            figures |= study.extra(folder) if study.extra else {}
+            if study.extra:
+                with _LOADING:
+                    figures |= study.extra(folder)
             if study.keep:
                 shutil.copytree(folder / "lora", study.keep / name, dirs_exist_ok=True)
     except Exception as error:  # whatever one run died of, the others go on

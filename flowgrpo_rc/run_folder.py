@@ -21,7 +21,7 @@ from flowgrpo_rc.run_lock import RunFolderInUseError, RunLock
 
 TIMING_PREFIXES = ("timing_s/", "timing_per_image_ms/", "perf/")
 """Metrics that depend on the machine's speed and memory; all others repeat exactly with the same seed and machine."""
-MADE_AT_THE_END = ("lora", "lora_ema", "writer", "plots")
+MADE_AT_THE_END = ("lora", "lora_ema", "writer", "writer_ema", "plots")
 """Outputs of a run's last step, besides those drawn from its records."""
 RECORDS = ("metrics.jsonl", "timeline.jsonl", "samples", "checkpoints", "profile", *MADE_AT_THE_END)
 """Records. A folder that holds one of them is used."""
@@ -57,6 +57,7 @@ class RunFolder:
         self.lora = root / "lora"
         self.lora_ema = root / "lora_ema"
         self.writer = root / "writer"
+        self.writer_ema = root / "writer_ema"
         self.lock: RunLock | None = None  # held by the process that writes the folder
         self.beside: Path | None = None  # the folder that was asked for, if another run has it
 

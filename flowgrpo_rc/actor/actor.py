@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.actor.optimizer import make_optimizer, reduce_gradients, resume_optimizer
+from flowgrpo_rc.actor.optimizer import make_optimizer, moving_average, reduce_gradients, resume_optimizer
 from flowgrpo_rc.actor.rows import MicroBatch, RecordedSteps, correction_numbers, present_as_old, rows_of_batch
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
@@ -145,15 +145,7 @@ class DiffusionActor:
 
     def load_average(self, state: dict[str, Any] | None) -> None:
         """Load the moving average, or start one from the current weights. The decay is always the configuration's."""
-        if self.config.ema_decay is None:
-            return
-        from diffusers.training_utils import EMAModel
-
-        self.average = EMAModel(self._parameters, decay=self.config.ema_decay, foreach=True)
-        if state is not None:
-            # The decay is a setting, not a state: a resumed run follows its configuration.
-            self.average.load_state_dict(state | {"decay": self.config.ema_decay})
-            self.average.to(device=self._accelerator.device)
+        self.average = moving_average(self._parameters, self.config.ema_decay, state)
 
     def load_start(self, state: Mapping[str, Tensor] | None) -> None:
         """Load the adapter that training started from, or take the current weights for it. Raises

@@ -48,6 +48,20 @@ def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig, 
     return optimizer, schedule
 
 
+def moving_average(parameters: Sequence[nn.Parameter], decay: float | None, state: dict[str, Any] | None = None) -> Any:
+    """The moving average of ``parameters`` from ``state``, or one that starts from them; ``None`` without ``decay``."""
+    if decay is None:
+        return None
+    from diffusers.training_utils import EMAModel
+
+    average = EMAModel(parameters, decay=decay, foreach=True)
+    if state is not None:
+        # The decay is a setting, not a state: a resumed run follows its configuration.
+        average.load_state_dict(state | {"decay": decay})
+        average.to(device=parameters[0].device)
+    return average
+
+
 def resume_optimizer(optimizer: Any, schedule: Any, lr: float, moments: dict[int, Any], taken: int) -> None:
     """Resume from ``moments`` after ``taken`` steps of the schedule, with the present options and rate ``lr``."""
     # Only the moments come from the checkpoint; lr, betas and eps stay this configuration's.

@@ -16,7 +16,12 @@ from flowgrpo_rc.planner.pipeline import PlanError, bytes_of, parameters_of, rep
 from flowgrpo_rc.planner.settings import adamw_moments
 from flowgrpo_rc.writer.config import PromptWriterConfig
 from flowgrpo_rc.writer.engine import SeededSampler
-from flowgrpo_rc.writer.language import default_lora_targets, describe_network, log_probs_at
+from flowgrpo_rc.writer.language import (
+    default_lora_targets,
+    describe_network,
+    log_probs_at,
+    recompute_activations,
+)
 
 REQUEST = 128
 """Tokens of a request with its chat template, assumed: a plan reads no data."""
@@ -33,6 +38,8 @@ class WriterPlan:
         self.config = config
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._actor = self._network(config.dtype, "float32")
+        if config.actor.enable_gradient_checkpointing:
+            recompute_activations(self._actor)
         self._engine = self._network(config.engine.dtype, config.engine.dtype)
         lora = sum(parameter.numel() for parameter in adapter_parameters(self._actor).values())
         self.parameters = parameters_of(self._actor) - lora

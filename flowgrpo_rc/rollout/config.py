@@ -628,13 +628,12 @@ class RolloutConfig(Section):
         return replace(self.pipeline, **own)
 
 
-def device_groups(devices: list[str]) -> list[tuple[str, ...]]:
-    """``rollout.devices`` as the devices of each engine.
+def device_groups(devices: list[str], field: str = f"{_HERE}.devices") -> list[tuple[str, ...]]:
+    """``rollout.devices``, or another ``field`` like it, as the devices of each engine.
 
     Raises:
         ValueError: an entry names no device, or one is named twice.
     """
-    field = f"{_HERE}.devices"
     if not devices:
         raise ValueError(f"{field}: got []; name a device for each engine, e.g. [cuda:2,cuda:3], or set it to null")
     # Two engines on one device would each plan with all of its memory; on the CPU they only share time.

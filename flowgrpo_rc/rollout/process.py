@@ -196,7 +196,7 @@ def process_handles(
         ImportError, ValueError: as ``check_process``, ``ProcessHandle`` and the engine's own handle.
     """
     # Numbers are unique on the machine, so that messages of several trainer processes stay apart.
-    numbered = enumerate(_own_groups(rollout, share) or [(str(device),)])
+    numbered = enumerate(own_groups(rollout.devices, share) or [(str(device),)])
     groups = {share.index + place * share.count: group for place, group in numbered}
     own = ENGINES[rollout.name].handle
     if own is None:
@@ -206,7 +206,7 @@ def process_handles(
 
 def check_process(rollout: RolloutConfig, share: Share) -> None:
     """Raise ``ValueError`` unless this process sees its devices, and there is one for each trainer process."""
-    check_devices(*(device for group in _own_groups(rollout, share) for device in group))
+    check_devices(*(device for group in own_groups(rollout.devices, share) for device in group))
 
 
 def engine_environment(*devices: str) -> dict[str, str]:
@@ -231,23 +231,24 @@ def visible_gpus() -> list[str]:
     return shown.split(",") if shown else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def check_devices(*devices: str) -> None:
-    """Raise ``ValueError`` for GPUs that this process does not see."""
+def check_devices(*devices: str, field: str = _FIELD) -> None:
+    """Raise ``ValueError`` for GPUs of the setting ``field`` that this process does not see."""
     seen = torch.cuda.device_count()
     for device in devices:
         if torch.device(device).type == "cuda" and (torch.device(device).index or 0) >= seen:
             there = f"cuda:0 to cuda:{seen - 1}" if seen else "no GPU"
-            raise ValueError(f"{_FIELD}: got {device}, but this process sees {there}; name devices that are there")
+            raise ValueError(f"{field}: got {device}, but this process sees {there}; name devices that are there")
 
 
-def _own_groups(rollout: RolloutConfig, share: Share) -> list[tuple[str, ...]]:
-    """The devices of this trainer process's engines; none where they use the trainer's own."""
-    if rollout.devices is None:
+def own_groups(devices: list[str] | None, share: Share, field: str = _FIELD) -> list[tuple[str, ...]]:
+    """The devices of this trainer process's engines, of the setting ``field``; none where they use the trainer's own.
+    Raises ``ValueError`` where some process gets none."""
+    if devices is None:
         return []
-    groups = device_groups(rollout.devices)
+    groups = device_groups(devices, field)
     if len(groups) < share.count:
         raise ValueError(
-            f"{_FIELD}: has {len(groups)} engines for the {share.count} trainer processes of this machine; name at "
+            f"{field}: has {len(groups)} engines for the {share.count} trainer processes of this machine; name at "
             "least one for each, or start fewer processes"
         )
     # Dealt in turn, so that every trainer process has as many as the others, or one more.

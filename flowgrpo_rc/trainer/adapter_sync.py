@@ -1,15 +1,15 @@
-"""Give the rollout engine the actor's adapter: after every step, late on purpose, or averaged for validation."""
+"""Give a rollout engine, of images or of prompts, the actor's adapter: after every step, late on purpose, or averaged
+for validation."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from flowgrpo_rc.actor import DiffusionActor
 from flowgrpo_rc.models.lora import adapter_state, load_adapter_state
 from flowgrpo_rc.rollout import RolloutEngine, RolloutPool
 from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
@@ -22,6 +22,16 @@ class TakesAdapter(Protocol):
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str: ...
     def digest_of(self, state: Mapping[str, Tensor]) -> str: ...
+
+
+@runtime_checkable
+class TrainsAdapter(Protocol):
+    """An actor of images or of prompts."""
+
+    transformer: Any
+    """The network with the adapter."""
+
+    def averaged_state(self) -> dict[str, Tensor] | None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +47,7 @@ class AdapterSync:
 
     Batch ``k`` is drawn with the actor's adapter before batch ``k - lag``, or with the oldest known one: at the start
     of a run, and after a resume from a checkpoint with fewer adapters. The ``lag + 1`` newest are kept on the host.
-    ``ahead`` is the number of batches that the engine draws early.
+    ``ahead`` is the number of batches that are requested of the engine early.
 
     With ``old_decay`` the old policy, which draws the images, is an average of the actor's adapters (arXiv 2509.16117).
     It is pushed in the place of the actor's own. ``old_decay(k)`` of its weights remains after batch ``k``.
@@ -46,8 +56,8 @@ class AdapterSync:
 
     def __init__(
         self,
-        engine: RolloutEngine,
-        actor: DiffusionActor,
+        engine: TakesAdapter,
+        actor: TrainsAdapter,
         lag: int,
         ahead: int = 0,
         old_decay: Callable[[int], float] | None = None,
@@ -60,8 +70,7 @@ class AdapterSync:
         self._old_decay = old_decay
         # The average; None before the first ``push`` and where the old policy is the actor's own.
         self._old: KnownAdapter | None = None
-        # An engine in the trainer's process draws a batch when the trainer comes to it.
-        self._ahead = ahead if isinstance(engine, RolloutPool) else 0
+        self._ahead = ahead
         # Oldest first.
         self._known: deque[KnownAdapter] = deque(maxlen=lag + 1)
         # The adapter that the engine was given last; None for an average.
@@ -143,17 +152,18 @@ class AdapterSync:
     @contextmanager
     def actor_at_rollout_version(self) -> Iterator[None]:
         """Inside, the actor has the adapter that drew the current batch; afterwards its own again, bit for bit."""
-        with self._actor_with(self._of_batch(self._known[-1].version).state if self.behind else None):
+        with self.actor_with(self._of_batch(self._known[-1].version).state if self.behind else None):
             yield
 
     @contextmanager
     def actor_at_old_policy(self) -> Iterator[None]:
         """Inside, the actor has the averaged old policy; afterwards its own again, bit for bit."""
-        with self._actor_with(self.old):
+        with self.actor_with(self.old):
             yield
 
     @contextmanager
-    def _actor_with(self, state: dict[str, Tensor] | None) -> Iterator[None]:
+    def actor_with(self, state: dict[str, Tensor] | None) -> Iterator[None]:
+        """Inside, the actor has the adapter ``state``, unless it is ``None``; afterwards its own again, bit for bit."""
         if state is None:
             yield
             return

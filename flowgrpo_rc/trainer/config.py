@@ -280,11 +280,6 @@ class FlowGRPOConfig(Section):
                 f"actor_rollout_ref.rollout.scout.n: got {rollout.scout.n} with prompt_writer.learns=writer, where no "
                 "image is learned from; set it to 0"
             )
-        if rollout.ahead:
-            yield (
-                f"actor_rollout_ref.rollout.ahead: got {rollout.ahead} with a prompt writer, which learns before it "
-                "writes the next prompts; set it to 0"
-            )
 
     def _replay_problems(self) -> Iterator[str]:
         """Settings of the buffer against the run that fills it."""

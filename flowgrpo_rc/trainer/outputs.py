@@ -109,11 +109,15 @@ class RunOutputs:
                 for moved in self._folder.replace_folder(folder, write, same_lora):
                     self._alert(f"Moved aside in {self._folder.root}: {moved}")
                 written.append(folder / ADAPTER_FILE)
-        if run.writer is not None and run.writer.config.learns != "images":
-            with self.attempt(f"{self._folder.writer}/"):
-                for moved in self._folder.replace_folder(self._folder.writer, run.writer.save, lambda *_: False):
+        if run.writer is None or run.writer.config.learns == "images":
+            return written
+        averages = run.writer.actor.average is not None
+        for folder in [self._folder.writer, *([self._folder.writer_ema] if averages else [])]:
+            write = partial(run.writer.save, averaged=folder == self._folder.writer_ema)
+            with self.attempt(f"{folder}/"):
+                for moved in self._folder.replace_folder(folder, write, lambda *_: False):
                     self._alert(f"Moved aside in {self._folder.root}: {moved}")
-                written.append(self._folder.writer / WRITER_FILE)
+                written.append(folder / WRITER_FILE)
         return written
 
     def pictures(self, history: History) -> list[Path]:

@@ -35,7 +35,7 @@ from flowgrpo_rc.replay import ReplayBuffer
 from flowgrpo_rc.rewards import RewardMix, build_observers, build_reward
 from flowgrpo_rc.rewards.mix import try_own
 from flowgrpo_rc.rewards.preference import preference_reward
-from flowgrpo_rc.rollout import RolloutEngine, RolloutRequest, Trajectories, build_engine
+from flowgrpo_rc.rollout import RolloutEngine, RolloutPool, RolloutRequest, Trajectories, build_engine
 from flowgrpo_rc.rollout.build import check_engine, check_placement
 from flowgrpo_rc.rollout.config import PipelineConfig, RolloutConfig, Share
 from flowgrpo_rc.rollout.engines import EMULATED
@@ -59,6 +59,7 @@ from flowgrpo_rc.trainer.encoding import (
 from flowgrpo_rc.trainer.memory import check_memory
 from flowgrpo_rc.trainer.writing import WRITTEN, PromptWriting
 from flowgrpo_rc.writer.language import RequestTokens
+from flowgrpo_rc.writer.process import check_writer_devices
 
 
 class Run:
@@ -164,6 +165,7 @@ class Run:
             config.check_processes(self.accelerator.num_processes)
         self._share = Share(self.accelerator.local_process_index, processes_on_node(self.accelerator.num_processes))
         check_placement(config.actor_rollout_ref.rollout, self._share)
+        check_writer_devices(config.algorithm.prompt_writer, self._share)
         self.seconds_at_peak: float | None = None
         """Time of a step on a GPU of this kind at its peak; ``None`` if unknown."""
         self._planned = config.actor_rollout_ref.model
@@ -283,10 +285,11 @@ class Run:
         algorithm, rollout = self.config.algorithm, parts.rollout
         # Without training the adapters that an engine gets have nothing to do with each other.
         decay = algorithm.old_decay if self._trains and algorithm.averages_old_policy else None
-        late = (rollout.staleness, rollout.ahead)
-        self.adapter = AdapterSync(self.engine, self.actor, *late, decay, self.scouts_engine)
+        # An engine in this process draws a batch when the trainer comes to it.
+        ahead = rollout.ahead if isinstance(self.engine, RolloutPool) else 0
+        self.adapter = AdapterSync(self.engine, self.actor, rollout.staleness, ahead, decay, self.scouts_engine)
         if writes:
-            self.writer = PromptWriting(self.config, self.model, self.accelerator, self.total_steps)
+            self.writer = PromptWriting(self.config, self.model, self.accelerator, self.total_steps, self._share)
         together = 2 if parts.actor.diffusion_loss.objective.paired else 1
         seed = self.config.rollout_seed
         self.replay = ReplayBuffer(self.folder.replay, replay, seed, recorded_settings(self.config), together)

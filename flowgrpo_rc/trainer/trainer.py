@@ -444,7 +444,8 @@ class FlowGRPOTrainer:
             ) from error
 
     def _validate(self) -> dict[str, float]:
-        with self.timer("validate"), self.adapter.for_validation():
+        writes = nullcontext() if self.run.writer is None else self.run.writer.adapter.for_validation()
+        with self.timer("validate"), self.adapter.for_validation(), writes:
             found = validate(self.run, self.generate)
         if self.run.validation_dump is not None:
             with self.timer("dump"):

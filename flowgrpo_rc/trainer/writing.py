@@ -27,12 +27,14 @@ from flowgrpo_rc.models.lora import (
     load_adapter_state,
 )
 from flowgrpo_rc.models.prompts import read_prompts
-from flowgrpo_rc.rollout.proof import HeldAdapter, check_adapter
+from flowgrpo_rc.rollout.config import IN_TRAINER, Share
+from flowgrpo_rc.rollout.proof import check_adapter
 from flowgrpo_rc.rollout.seeds import VALIDATION, WRITER, seed_for
-from flowgrpo_rc.trainer.adapter_sync import given_to
+from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.scoring import Gather
-from flowgrpo_rc.writer import LanguageModel, WriterActor, WriterEngine, Written
+from flowgrpo_rc.writer import LanguageModel, WriterActor, WriterEngine, WriterProcesses, Written
+from flowgrpo_rc.writer.engine import SamplesTokens, write
 
 WRITER_FILE = "adapter_model.safetensors"
 """The adapter's file in a folder of peft's format."""
@@ -62,14 +64,17 @@ class Rewrites:
 
 
 class PromptWriting:
-    """Language model, engine and actor of ``algorithm.prompt_writer``.
+    """Language model, engine and actor of ``algorithm.prompt_writer``. The engine's adapter is as old as that of the
+    images' engine.
 
     A rewrite's score is the mean reward of its images less ``request_penalty``, compared within its request. One that
     is empty or did not end gets the lowest score of its request. The images themselves are compared within their
     rewrite.
     """
 
-    def __init__(self, config: FlowGRPOConfig, model: DiffusionModel, accelerator: Any, total_steps: int) -> None:
+    def __init__(
+        self, config: FlowGRPOConfig, model: DiffusionModel, accelerator: Any, total_steps: int, share: Share
+    ) -> None:
         self.config = config.algorithm.prompt_writer
         self._model = model
         self._pipelines = {
@@ -85,18 +90,29 @@ class PromptWriting:
         self.language = LanguageModel(self.config, accelerator.device)
         # Equal on every process, whatever was drawn before.
         torch.manual_seed(config.trainer.seed)
-        self.engine = WriterEngine(self.language)
+        self.engine = self._make_engine(config, accelerator.device, share)
         torch.manual_seed(config.trainer.seed)
         self.actor = WriterActor(self.language, total_steps * config.mini_batches * self.config.actor.ppo_epochs)
-        self._held = HeldAdapter(-1, "")
+        rollout = config.actor_rollout_ref.rollout
+        # Requests are written when they are made, wherever the images' engine is.
+        self.adapter = AdapterSync(self.engine, self.actor, rollout.staleness, rollout.ahead)
+
+    def _make_engine(self, config: FlowGRPOConfig, device: Any, share: Share) -> SamplesTokens:
+        if self.config.engine.placement == IN_TRAINER:
+            return WriterEngine(self.language)
+        parts = config.actor_rollout_ref
+        tf32 = parts.model.allow_tf32
+        return WriterProcesses(self.config, device, share, parts.rollout.process, allow_tf32=tf32)
 
     def push(self, version: int) -> None:
-        """Give the engine the actor's adapter; raises ``RolloutSyncError`` if it does not hold it then."""
-        self._held = given_to(self.engine, adapter_state(self.actor.network), version)
+        """Give the engine the adapter for the batch that it writes next; raises ``RolloutSyncError`` if it does not
+        hold it then."""
+        self.adapter.push(version)
 
     def write(self, step: int, requests: Sequence[PromptRecord], positions: Sequence[int]) -> Rewrites:
         """``rewrites`` prompts for each request. Their seeds depend on the step and on ``positions``, those of the
         requests in the batch of all processes."""
+        self.adapter.give_for(step)
         count = self.config.rewrites
         records = [record for record in requests for _ in range(count)]
         numbers = [position * count + i for position in positions for i in range(count)]
@@ -109,8 +125,8 @@ class PromptWriting:
         return self._rewrites(records, seeds, torch.tensor(numbers), "val_kwargs.pipeline")
 
     def _rewrites(self, records: Sequence[PromptRecord], seeds: list[int], request: Tensor, section: str) -> Rewrites:
-        written = self.engine.write([record.prompt for record in records], seeds)
-        check_adapter(self._held, written.adapter_version, written.adapter_digest)
+        written = write(self.engine, self.language.tokens, [record.prompt for record in records], seeds)
+        check_adapter(self.adapter.held, written.adapter_version, written.adapter_digest)
         readings = read_prompts(self._model, written.texts, self._pipelines[section].max_sequence_length)
         rows = list(zip(records, written.texts, readings, strict=True))
         first = next((row for row in rows if row[2].is_cut), None)
@@ -198,9 +214,12 @@ class PromptWriting:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Adapter, optimizer and schedule."""
+        """Adapter, those of later batches, average, optimizer and schedule."""
+        average = self.actor.average
         return {
             "adapter": adapter_state(self.actor.network),
+            "older": self.adapter.older,
+            "average": None if average is None else average.state_dict(),
             "optimizer": self.actor.optimizer.state_dict(),
             "taken": self.actor.lr_scheduler.last_epoch,
         }
@@ -208,6 +227,8 @@ class PromptWriting:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned; raises ``AdapterMismatchError`` for another adapter's."""
         load_adapter_state(self.actor.network, state["adapter"])
+        self.actor.load_average(state.get("average"))
+        self.adapter.restore(0, state.get("older", {}))
         self.actor.load_optimizer(state["optimizer"]["state"], state["taken"])
 
     def check_base(self, folder: Path) -> None:
@@ -233,9 +254,10 @@ class PromptWriting:
         }
         load_adapter_state(self.actor.network, {names[name]: value for name, value in saved.items()})
 
-    def save(self, folder: Path) -> None:
-        """Write the adapter in peft's format, which ``transformers`` loads on the same base."""
-        self.actor.save(folder)
+    def save(self, folder: Path, *, averaged: bool = False) -> None:
+        """Write the adapter, or its moving average, in peft's format, which ``transformers`` loads on the same base."""
+        with self.adapter.actor_with(self.actor.averaged_state() if averaged else None):
+            self.actor.save(folder)
         (folder / BASE_FILE).write_text(json.dumps(self._base(), indent=2))
 
     def _base(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from flowgrpo_rc.actor.optimizer import make_optimizer, reduce_gradients, resume_optimizer
+from flowgrpo_rc.actor.optimizer import make_optimizer, moving_average, reduce_gradients, resume_optimizer
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.dtypes import torch_dtype
@@ -28,7 +28,12 @@ from flowgrpo_rc.loss.tokens import token_loss_sums
 from flowgrpo_rc.models.lora import ACTOR_ADAPTER, adapter_active, adapter_parameters
 from flowgrpo_rc.quiet import quiet_loading
 from flowgrpo_rc.writer.engine import INPUT_IDS, REQUEST_LENGTHS
-from flowgrpo_rc.writer.language import LanguageModel, NonFiniteWriterError, token_log_probs
+from flowgrpo_rc.writer.language import (
+    LanguageModel,
+    NonFiniteWriterError,
+    recompute_activations,
+    token_log_probs,
+)
 
 
 class WriterActor:
@@ -46,8 +51,27 @@ class WriterActor:
         self._lr = self.config.optim.lr
         computes = torch_dtype(language.config.dtype)
         language.attach(self.network, ACTOR_ADAPTER, torch.float32, computes)
+        if self.config.enable_gradient_checkpointing:
+            recompute_activations(self.network)
         self._parameters = list(adapter_parameters(self.network).values())
         self.optimizer, self.lr_scheduler = make_optimizer(self._parameters, self.config.optim, total_optimizer_steps)
+        self.average: Any = None
+        self.load_average(None)
+
+    @property
+    def transformer(self) -> Any:
+        """The network, by the name under which adapters are exchanged."""
+        return self.network
+
+    def load_average(self, state: dict[str, Any] | None) -> None:
+        """Load the moving average, or start one from the current weights; there is none without ``ema_decay``."""
+        self.average = moving_average(self._parameters, self.config.ema_decay, state)
+
+    def averaged_state(self) -> dict[str, Tensor] | None:
+        """The averaged LoRA weights by name; ``None`` without ``ema_decay``."""
+        if self.average is None:
+            return None
+        return dict(zip(adapter_parameters(self.network), self.average.shadow_params, strict=True))
 
     def load_optimizer(self, moments: dict[int, Any], taken: int) -> None:
         """Resume from an optimizer's ``moments`` after ``taken`` steps of the schedule."""
@@ -131,6 +155,9 @@ class WriterActor:
         self._lr = float(self.lr_scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.lr_scheduler.step()
+        # After the step: the average includes the new weights.
+        if self.average is not None:
+            self.average.step(self._parameters)
         return total, norm
 
     def _backward(self, batch: TensorDict, micro: MiniBatch, gap: MetricAccumulator) -> LossMetrics:

@@ -10,6 +10,7 @@ from flowgrpo_rc.actor.config import DiffusionLossConfig, OptimizerConfig, read_
 from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
+from flowgrpo_rc.rollout.config import IN_TRAINER, JOINED, device_groups
 from flowgrpo_rc.section import (
     Check,
     NonNegativeFloat,
@@ -18,6 +19,7 @@ from flowgrpo_rc.section import (
     PositiveInt,
     Read,
     Section,
+    complaints,
     one_of,
     read_mapping,
 )
@@ -65,6 +67,11 @@ class WriterActorConfig(Section):
     """Passes over the rewrites of a batch."""
     grad_clip: PositiveFloat = 1.0
     """Largest norm of the gradient of all LoRA weights."""
+    ema_decay: Annotated[float, Check(lambda decay: 0 < decay < 1, "give a number between 0 and 1")] | None = None
+    """Moving average of the LoRA weights, as ``actor.ema_decay`` of the image model. Validation writes with it, and the
+    run folder gets it as ``writer_ema/``; null: none."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, to save memory."""
     use_kl_loss: bool = False
     """Add ``kl_loss_coef`` times the k3 estimate of the KL to the model without its adapter."""
     kl_loss_coef: NonNegativeFloat = 0.001
@@ -106,6 +113,22 @@ class WriterEngineConfig(Section):
     """Precision of the engine's model and adapter; log-probs are computed in float32 from its logits."""
     micro_batch_size: PositiveInt = 32
     """Rewrites that one forward writes."""
+    placement: Annotated[str, one_of((IN_TRAINER, "process"))] = IN_TRAINER
+    """Place of the engine: ``trainer`` has it beside the actor, on its device; ``process`` has processes of their own
+    on this machine, one for each of ``devices``, with the time limits of ``rollout.process``."""
+    devices: list[str] | None = None
+    """With ``placement=process``, the device of each engine, e.g. ``[cuda:6,cuda:7]``, which several trainer processes
+    of a machine share out. Null is one engine on the trainer's own device."""
+
+    def problems(self) -> Iterator[str]:
+        """Devices that no engine has."""
+        if self.devices is None:
+            return
+        if self.placement == IN_TRAINER:
+            yield f"devices: got {self.devices} with placement=trainer; clear it, or set placement=process"
+        yield from complaints(device_groups, self.devices, f"{self.section}.devices", within=self.section)
+        if JOINED in "".join(self.devices):
+            yield f"devices: got {', '.join(self.devices)}; an engine of prompts computes on one device"
 
 
 @documented_fields
@@ -161,7 +184,7 @@ class PromptWriterConfig(Section):
         learns = {"both": "learns too", "writer": "learns alone", "images": "does not learn"}[self.learns]
         return (
             f"Prompt writer: {self.path}, which {learns}: {self.rewrites} prompts for each of {requests} requests, in "
-            f"{self.engine.dtype}"
+            f"{self.engine.dtype}" + (", elsewhere" if self.engine.placement != IN_TRAINER else "")
         )
 
     @property

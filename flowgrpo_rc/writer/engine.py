@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,13 +15,27 @@ from flowgrpo_rc.batch import Key
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.lora import activate, adapter_active, adapter_parameters, load_adapter_state
 from flowgrpo_rc.rollout.digest import adapter_digest
-from flowgrpo_rc.writer.language import LanguageModel, NonFiniteWriterError
+from flowgrpo_rc.writer.language import LanguageModel, NonFiniteWriterError, RequestTokens
 
 INPUT_IDS = "input_ids"
 """``(B, L)`` int64: tokens of request and rewrite, padded at the end."""
 REQUEST_LENGTHS = "request_lengths"
 """``(B,)`` int64: number of the request's tokens."""
 ADAPTER = "rollout"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Tokens that an engine has sampled after some requests, and their log-probs, on the host."""
+
+    tokens: list[Tensor]
+    """Of each row its tokens, int64, with what may come after their end."""
+    log_probs: list[Tensor]
+    """Log-probs of these tokens in nats, float32."""
+    adapter_version: int
+    """Version of the adapter that sampled them."""
+    adapter_digest: str
+    """Digest of its weights."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +55,87 @@ class Written:
     """Digest of the weights that wrote them."""
 
 
+@runtime_checkable
+class SamplesTokens(Protocol):
+    """An engine of the prompt writer, here or elsewhere."""
+
+    def sync(self, state: Mapping[str, Tensor], version: int) -> str:
+        """Take over the actor's adapter, rounded to the engine's dtype. Returns the digest of what the engine holds
+        then. Raises ``AdapterMismatchError`` if some tensor does not bind; the engine keeps what it had."""
+        ...
+
+    def digest_of(self, state: Mapping[str, Tensor]) -> str:
+        """The digest of ``state`` rounded as ``sync`` rounds it."""
+        ...
+
+    def sample(self, asked: Sequence[list[int]], seeds: Sequence[int]) -> Sampled:
+        """Tokens after each request.
+
+        Args:
+            asked: the requests' tokens, one for each rewrite; equal ones side by side need no padding.
+            seeds: one for each rewrite, of a random stream of its own.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the network."""
+        ...
+
+
+def rounded_digest(state: Mapping[str, Tensor], dtype: str) -> str:
+    """``SamplesTokens.digest_of`` of an engine in ``dtype``."""
+    return adapter_digest({name: tensor.detach().to(torch_dtype(dtype)) for name, tensor in state.items()})
+
+
+def write(engine: SamplesTokens, tokens: RequestTokens, requests: Sequence[str], seeds: Sequence[int]) -> Written:
+    """Have ``engine`` write a prompt for each request; arguments as of ``SamplesTokens.sample``.
+
+    Raises:
+        NonFiniteWriterError: the network gives NaN.
+    """
+    known = {request: tokens.of(request) for request in dict.fromkeys(requests)}
+    asked = [known[request] for request in requests]
+    sampled = engine.sample(asked, seeds)
+    bad = [requests[row] for row, values in enumerate(sampled.log_probs) if values.isnan().any()]
+    if bad:
+        raise NonFiniteWriterError(
+            f"the prompt writer's log-probs are NaN for the requests {bad[:4]}; try float32 for "
+            "algorithm.prompt_writer.engine.dtype, or a lower algorithm.prompt_writer.actor.optim.lr"
+        )
+    lengths = [_length(row.tolist(), tokens.ends) for row in sampled.tokens]
+    rewrites = [row[:length] for row, length in zip(sampled.tokens, lengths, strict=True)]
+    mask = pad_sequence([torch.ones(length, dtype=torch.bool) for length in lengths], batch_first=True)
+    whole = [torch.cat([torch.tensor(first), row]) for first, row in zip(asked, rewrites, strict=True)]
+    batch = {
+        INPUT_IDS: pad_sequence(whole, batch_first=True, padding_value=tokens.pad),
+        REQUEST_LENGTHS: torch.tensor([len(first) for first in asked]),
+        Key.RESPONSE_MASK: mask,
+        Key.ROLLOUT_LOG_PROBS: pad_sequence(
+            [row[:length] for row, length in zip(sampled.log_probs, lengths, strict=True)], batch_first=True
+        ),
+    }
+    ended = torch.tensor([int(row[-1]) in tokens.ends for row in rewrites])
+    texts = [tokens.text(row.tolist()) for row in rewrites]
+    record = TensorDict(batch, batch_size=[len(asked)])
+    return Written(texts, record, ended, sampled.adapter_version, sampled.adapter_digest)
+
+
 class WriterEngine:
-    """Samples with a copy of the writer's network in ``engine.dtype``, and an adapter that follows the actor's.
+    """A ``SamplesTokens`` with a copy of the writer's network in ``engine.dtype``, in this process.
 
     Tokens are drawn at temperature 1 from the whole distribution, so that the recorded log-probs are the policy's.
-    Create the engine before the actor attaches its adapter.
+
+    Args:
+        language: the model.
+        alone: no actor learns in this process, so that the engine takes the model's own network; else create the engine
+            before the actor attaches its adapter.
     """
 
-    def __init__(self, language: LanguageModel) -> None:
+    def __init__(self, language: LanguageModel, *, alone: bool = False) -> None:
         self._language = language
-        self._dtype = torch_dtype(language.config.engine.dtype)
-        self.network: Any = language.copy_of_base(self._dtype)
-        language.attach(self.network, ADAPTER, self._dtype, self._dtype)
+        dtype = torch_dtype(language.config.engine.dtype)
+        self.network: Any = language.in_dtype(dtype, copied=not alone)
+        language.attach(self.network, ADAPTER, dtype, dtype)
         self.network.requires_grad_(False).eval()
         activate(self.network, None)
         # The folder's own settings may change the distribution, e.g. by a penalty on repetition.
@@ -65,69 +148,38 @@ class WriterEngine:
         self.adapter_version = -1
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
-        """Copy the actor's adapter, rounded to the engine's dtype. Returns the digest of what the engine then holds.
-
-        Raises:
-            AdapterMismatchError: some tensor does not bind; the engine keeps what it had.
-        """
+        """As ``SamplesTokens.sync``."""
         load_adapter_state(self.network, state, ADAPTER)
         self.adapter_version = version
         return self._held_digest()
 
     def digest_of(self, state: Mapping[str, Tensor]) -> str:
-        """The digest of ``state`` rounded as ``sync`` rounds it."""
-        return adapter_digest({name: tensor.detach().to(self._dtype) for name, tensor in state.items()})
+        """As ``SamplesTokens.digest_of``."""
+        return rounded_digest(state, self._language.config.engine.dtype)
+
+    def write(self, requests: Sequence[str], seeds: Sequence[int]) -> Written:
+        """A prompt for each request; see ``write``."""
+        return write(self, self._language.tokens, requests, seeds)
 
     @torch.no_grad()
-    def write(self, requests: Sequence[str], seeds: Sequence[int]) -> Written:
-        """Write a prompt for each request.
-
-        Args:
-            requests: one for each rewrite; equal ones side by side need no padding.
-            seeds: one for each rewrite, of a random stream of its own.
-
-        Raises:
-            NonFiniteWriterError: the network gives NaN.
-        """
-        language = self._language
-        known = {request: language.tokens.of(request) for request in dict.fromkeys(requests)}
-        asked = [known[request] for request in requests]
+    def sample(self, asked: Sequence[list[int]], seeds: Sequence[int]) -> Sampled:
+        """As ``SamplesTokens.sample``."""
+        config = self._language.config
         tokens: list[Tensor] = []
         log_probs: list[Tensor] = []
         with adapter_active(self.network, ADAPTER):
-            for rows in torch.arange(len(asked)).split(language.config.engine.micro_batch_size):
+            for rows in torch.arange(len(asked)).split(config.engine.micro_batch_size):
                 chosen = rows.tolist()
-                sampler = SeededSampler([seeds[row] for row in chosen], language.config.max_new_tokens)
-                tokens += self._sample([asked[row] for row in chosen], sampler)
+                sampler = SeededSampler([seeds[row] for row in chosen], config.max_new_tokens)
+                tokens += self._generate([asked[row] for row in chosen], sampler)
                 log_probs += sampler.recorded()
-        bad = [requests[row] for row, values in enumerate(log_probs) if values.isnan().any()]
-        if bad:
-            raise NonFiniteWriterError(
-                f"the prompt writer's log-probs are NaN for the requests {bad[:4]}; try float32 for "
-                "algorithm.prompt_writer.engine.dtype, or a lower algorithm.prompt_writer.actor.optim.lr"
-            )
-        lengths = [_length(row.tolist(), language.tokens.ends) for row in tokens]
-        tokens = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-        mask = pad_sequence([torch.ones(length, dtype=torch.bool) for length in lengths], batch_first=True)
-        whole = [torch.cat([torch.tensor(first), row]) for first, row in zip(asked, tokens, strict=True)]
-        batch = {
-            INPUT_IDS: pad_sequence(whole, batch_first=True, padding_value=language.tokens.pad),
-            REQUEST_LENGTHS: torch.tensor([len(first) for first in asked]),
-            Key.RESPONSE_MASK: mask,
-            Key.ROLLOUT_LOG_PROBS: pad_sequence(
-                [row[:length] for row, length in zip(log_probs, lengths, strict=True)], batch_first=True
-            ),
-        }
-        ended = torch.tensor([int(row[-1]) in language.tokens.ends for row in tokens])
-        texts = [language.tokens.text(row.tolist()) for row in tokens]
-        record = TensorDict(batch, batch_size=[len(asked)])
-        return Written(texts, record, ended, self.adapter_version, self._held_digest())
+        return Sampled(tokens, log_probs, self.adapter_version, self._held_digest())
 
     def close(self) -> None:
         """Drop the engine's network."""
         self.network = torch.nn.Identity()
 
-    def _sample(self, asked: Sequence[list[int]], sampler: "SeededSampler") -> list[Tensor]:
+    def _generate(self, asked: Sequence[list[int]], sampler: "SeededSampler") -> list[Tensor]:
         """Tokens after each request, with what comes after their end; on the host."""
         longest = max(map(len, asked))
         pad = self._language.tokens.pad

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from jinja2 import TemplateError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.messages import one_line
@@ -152,9 +154,9 @@ class LanguageModel:
         """Layers that get the adapter where ``target_modules`` is null."""
         return default_lora_targets(self.network)
 
-    def copy_of_base(self, dtype: torch.dtype) -> nn.Module:
-        """A second network in ``dtype``; make it before an adapter is attached."""
-        network = copy.deepcopy(self.network)
+    def in_dtype(self, dtype: torch.dtype, *, copied: bool) -> nn.Module:
+        """The network in ``dtype``, or a second one; ask for it before an adapter is attached."""
+        network = copy.deepcopy(self.network) if copied else self.network
         held = torch_dtype(self.config.dtype)
         # Not buffers: rotary frequencies stay in float32, as transformers loads them.
         for parameter in network.parameters():
@@ -174,6 +176,22 @@ def default_lora_targets(network: Any) -> list[str]:
     output = network.get_output_embeddings()
     layers = linear_layers(network).items()
     return sorted({name.rpartition(".")[2] for name, layer in layers if layer is not output})
+
+
+def recompute_activations(network: Any) -> None:
+    """Have each layer of a causal language model recompute its activations in the backward pass. Raises ``ValueError``
+    if it has no layers that can."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [layer for layer in network.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"algorithm.prompt_writer.actor.enable_gradient_checkpointing: got true, but {type(network).__name__} has "
+            "no layers that recompute; set it to false"
+        )
+    for layer in layers:
+        # Not by transformers' own switch, which needs training mode, where some models drop activations out.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def token_log_probs(
