@@ -86,6 +86,9 @@ def test_rows_are_those_of_a_step_at_most():
     assert plan.stages(100) == plan.stages(4)
     assert plan.stages(2)["writing"] < plan.stages(4)["writing"]
     assert plan.stages(1)["writer's update"] < plan.stages(2)["writer's update"]
+    recomputes = WriterPlan(config_of(actor={"enable_gradient_checkpointing": True}))
+    assert recomputes.stages(16)["writer's update"] < 0.8 * WriterPlan(config_of()).stages(16)["writer's update"]
+    assert recomputes.stages(16)["writing"] == WriterPlan(config_of()).stages(16)["writing"]
     frozen = WriterPlan(config_of(learns="images"))
     assert list(frozen.stages(4)) == ["writing"]
 

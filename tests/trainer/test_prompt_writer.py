@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests_support import (
     TORCHRUN,
     assert_close_rows,
@@ -164,19 +165,21 @@ class Saying:
         self.texts = texts
         self.ended = torch.tensor(ended)
 
-    def write(self, requests, seeds):
+    def __call__(self, engine, tokens, requests, seeds):
         return SimpleNamespace(texts=self.texts, ended=self.ended, adapter_version=0, adapter_digest="")
 
 
-def test_what_the_image_model_cannot_read_is_told_apart(small_config, tiny_model):
+def test_what_the_image_model_cannot_read_is_told_apart(small_config, tiny_model, monkeypatch):
     """Blank and unended rewrites are unfit. The request is drawn for a blank one; a long one is drawn, and said once
     with line and file."""
     config = small_config(*REQUESTS, *WITH, f"{ROLLOUT}.pipeline.max_sequence_length=8")
     writing = PromptWriting.__new__(PromptWriting)
-    writing._model, writing._held, writing._warns_of_cuts = tiny_model, HeldAdapter(0, ""), True
+    writing._model, writing._warns_of_cuts = tiny_model, True
+    writing.adapter = SimpleNamespace(held=HeldAdapter(0, ""))
+    writing.engine, writing.language = None, SimpleNamespace(tokens=None)
     writing._pipelines = {"pipeline": config.actor_rollout_ref.rollout.pipeline}
     texts = ['the text "1"', " \n", "", 'the text "2"', "a much longer text than eight tokens can hold at all, twice"]
-    writing.engine = Saying(texts, [True, True, True, False, True])
+    monkeypatch.setattr("flowgrpo_rc.trainer.writing.write", Saying(texts, [True, True, True, False, True]))
     records = [PromptRecord(prompt=f"request {i}", source=f"train.txt:{i + 1}") for i in range(5)]
     with pytest.warns(UserWarning, match=r"train.txt:5: .* reads 8 of the \d+ tokens of the rewrite 'a much"):
         writing._rewrites(records, [0] * 5, torch.arange(5), "pipeline")
@@ -224,6 +227,43 @@ def test_a_resumed_run_repeats_an_undisturbed_one(small_config):
             FlowGRPOTrainer(small_config(*parts, change, folder="parts"))
     own, other = (adapter_state(trainer.run.writer.actor.network) for trainer in (whole, second))
     assert all(torch.equal(value, other[name]) for name, value in own.items())
+
+
+@pytest.mark.run
+def test_rewrites_ahead_are_those_of_a_late_adapter(small_config):
+    """In every number, both sides' averages and a resume included; the second batch is from the first adapter still."""
+    averaged = ("actor_rollout_ref.actor.ema_decay=0.5", f"{WRITER}.actor.ema_decay=0.5", "trainer.test_freq=1")
+    settings = (*REQUESTS, *WITH, *averaged, "trainer.total_training_steps=3", "trainer.save_freq=1")
+    settings += ("algorithm.rollout_correction.bypass_mode=false", f"{WRITER}.engine.dtype=float32")
+    late = FlowGRPOTrainer(small_config(*settings, f"{ROLLOUT}.adapter_lag=1", folder="late")).fit()
+    ahead = FlowGRPOTrainer(small_config(*settings, f"{ROLLOUT}.ahead=1", folder="ahead")).fit()
+    rows = rows_of(late.root)
+    assert rows_of(ahead.root) == rows
+    gaps = [row["writer/rollout_corr/logprob_abs_diff_mean"] for row in rows[1:]]
+    assert gaps[0] < 1e-5 < 1e-4 < min(gaps[1:])
+    resume = ("trainer.resume_mode=auto", f"{ROLLOUT}.ahead=1")
+    first = FlowGRPOTrainer(small_config(*settings, *resume, folder="parts"))
+    before_step(first, 2, power_cut)
+    with pytest.raises(ConnectionError):
+        first.fit()
+    second = FlowGRPOTrainer(small_config(*settings, *resume, folder="parts"))
+    root = second.fit().root
+    assert rows_of(root) == rows
+    # Validation is written by the average, which the folder holds.
+    own, average = (load_file(root / name / "adapter_model.safetensors") for name in ("writer", "writer_ema"))
+    expected = second.run.writer.actor.averaged_state()
+    assert set(average) == set(own)
+    assert not any(torch.equal(own[name], average[name]) for name in own if ".lora_B." in name)
+    assert sorted(v.sum().item() for v in average.values()) == sorted(v.sum().item() for v in expected.values())
+
+
+@pytest.mark.run
+@pytest.mark.process
+def test_engines_in_processes_change_no_number(small_config):
+    settings = (*REQUESTS, *WITH, f"{WRITER}.engine.micro_batch_size=3")
+    elsewhere = (f"{WRITER}.engine.placement=process", f"{WRITER}.engine.devices=[cpu,cpu]")
+    here = FlowGRPOTrainer(small_config(*settings, folder="here")).fit().root
+    assert rows_of(FlowGRPOTrainer(small_config(*settings, *elsewhere)).fit().root) == rows_of(here)
 
 
 @pytest.mark.run
@@ -279,7 +319,18 @@ def test_rewrites_of_a_stale_adapter_are_refused(small_config):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ((f"{ROLLOUT}.ahead=1",), "rollout.ahead: got 1 with a prompt writer, .*; set it to 0"),
+        (
+            (f"{WRITER}.engine.devices=[cpu]",),
+            r"engine.devices: got \['cpu'\] with placement=trainer; clear it, or set placement=process",
+        ),
+        (
+            (f"{WRITER}.engine.devices=[gpu]", f"{WRITER}.engine.placement=process"),
+            "algorithm.prompt_writer.engine.devices: got 'gpu'; a device is cpu or a kind and a number",
+        ),
+        (
+            (f"{WRITER}.engine.devices=[cuda:0+cuda:1]", f"{WRITER}.engine.placement=process"),
+            "engine.devices: got cuda:0.cuda:1; an engine of prompts computes on one device",
+        ),
         (("algorithm.replay.batches=2",), "algorithm.replay.batches: got 2 with a prompt writer"),
         (("reward.normalization=group",), "reward.normalization: got group with a prompt writer"),
         (

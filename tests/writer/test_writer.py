@@ -16,7 +16,12 @@ from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, adapter_
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.writer import LanguageModel, PromptWriterConfig, WriterActor, WriterEngine
 from flowgrpo_rc.writer.engine import INPUT_IDS, REQUEST_LENGTHS, SeededSampler
-from flowgrpo_rc.writer.language import NonFiniteWriterError, RequestTokens, token_log_probs
+from flowgrpo_rc.writer.language import (
+    NonFiniteWriterError,
+    RequestTokens,
+    recompute_activations,
+    token_log_probs,
+)
 
 REQUESTS = ["forty-two", "zero seven", "thirteen", "ninety"]
 
@@ -260,6 +265,40 @@ def test_what_is_not_finite_takes_no_step(written):
     assert all(torch.equal(value, state[name]) for name, value in adapter_state(actor.network).items())
     with pytest.raises(ValueError, match="in decoupled mode score"):
         actor.update(result.batch, [MiniBatch(torch.arange(2))])
+
+
+def test_the_average_follows_each_step():
+    """The recursion of ``ema_decay``, whose first step takes the weights."""
+    _, engine, actor = writer_of(config_of(actor={"ema_decay": 0.5, "optim": {"lr": 1e-2}}))
+    batch = engine.write(REQUESTS, range(4)).batch
+    batch[Key.ADVANTAGES] = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    expected = None
+    for k in range(4):
+        actor.update(batch, [MiniBatch(torch.arange(4), actor.score(batch))])
+        decay = 0.0 if k == 0 else min(0.5, (1 + k) / (10 + k))
+        own = {name: value.double() for name, value in adapter_state(actor.network).items()}
+        expected = own if expected is None else {n: decay * expected[n] + (1 - decay) * own[n] for n in own}
+    for name, value in actor.averaged_state().items():
+        assert_close(value.double(), expected[name], rtol=0, atol=1e-6)
+
+
+def test_recomputing_changes_no_gradient():
+    """Bit for bit; fewer activations live at once."""
+    found = {}
+    for recomputes in (False, True):
+        _, engine, actor = writer_of(config_of(actor={"enable_gradient_checkpointing": recomputes}))
+        batch = engine.write(REQUESTS, range(4)).batch
+        batch[Key.ADVANTAGES] = torch.tensor([1.0, -1.0, 0.5, -0.5])
+        calls = []
+        layer = actor.network.model.layers[0].mlp
+        layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        actor.update(batch, [MiniBatch(torch.arange(4), actor.score(batch))])
+        found[recomputes] = adapter_state(actor.network), len(calls)
+    (plain, once), (again, twice) = found[False], found[True]
+    assert (once, twice) == (2, 3)
+    assert all(torch.equal(value, again[name]) for name, value in plain.items())
+    with pytest.raises(ValueError, match="enable_gradient_checkpointing: got true, but Linear has no layers that"):
+        recompute_activations(torch.nn.Linear(1, 1))
 
 
 def test_nan_is_never_sampled():

@@ -1,0 +1,142 @@
+"""Engines of the prompt writer in processes of their own on this machine (``engine.placement=process``)."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.dtypes import set_tf32
+from flowgrpo_rc.messages import one_line
+from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutSyncError
+from flowgrpo_rc.rollout.config import EngineTimeouts, Share
+from flowgrpo_rc.rollout.process import EngineProcess, check_devices, engine_environment, own_groups
+from flowgrpo_rc.transfers import to_host
+from flowgrpo_rc.writer.config import PromptWriterConfig
+from flowgrpo_rc.writer.engine import Sampled, WriterEngine, rounded_digest
+from flowgrpo_rc.writer.language import LanguageModel
+
+FIELD = "algorithm.prompt_writer.engine.devices"
+
+
+def check_writer_devices(config: PromptWriterConfig, share: Share) -> None:
+    """Raise ``ValueError`` unless this process sees the engines' devices, and there is one for each process."""
+    check_devices(*(device for (device,) in own_groups(config.engine.devices, share, FIELD)), field=FIELD)
+
+
+def engine_alone(config: PromptWriterConfig, device: str, allow_tf32: bool) -> WriterEngine:
+    """The engine in a process without an actor, whose network it takes."""
+    set_tf32(allow_tf32)
+    return WriterEngine(LanguageModel(config, device), alone=True)
+
+
+class WriterProcesses:
+    """A ``SamplesTokens`` of engines in processes, which the micro-batches of a request are dealt to.
+
+    The numbers are those of one engine in the trainer's process on the same kind of device. An engine that is lost is
+    started again and does its part again, once in a call.
+
+    Args:
+        config: the section ``algorithm.prompt_writer``.
+        device: the trainer's device, which serves where ``engine.devices`` is null.
+        share: which of the trainer processes of this machine this one is.
+        timeouts: when an engine counts as lost.
+        allow_tf32: as ``actor_rollout_ref.model.allow_tf32``.
+
+    Raises:
+        RolloutError: an engine does not start.
+    """
+
+    def __init__(
+        self, config: PromptWriterConfig, device: Any, share: Share, timeouts: EngineTimeouts, *, allow_tf32: bool
+    ) -> None:
+        self._engine = config.engine
+        devices = [own for (own,) in own_groups(config.engine.devices, share, FIELD)] or [str(device)]
+        # With another number of threads the last bits differ.
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        self._handles = [
+            EngineProcess(
+                f"prompt writer {share.index + place * share.count} ({own})",
+                "flowgrpo_rc.writer.process:engine_alone",
+                *(config, "cuda:0" if own.startswith("cuda") else own, allow_tf32),
+                environment=engine_environment(own) | threads,
+                timeouts=timeouts,
+            )
+            for place, own in enumerate(devices)
+        ]
+        # The adapter that was given last, which an engine that starts again gets.
+        self._given: tuple[Mapping[str, Tensor], int] | None = None
+        self._threads = ThreadPoolExecutor(len(self._handles))
+        try:
+            list(self._threads.map(EngineProcess.start, self._handles))
+        except BaseException:
+            self.close()
+            raise
+
+    def sync(self, state: Mapping[str, Tensor], version: int) -> str:
+        """As ``SamplesTokens.sync``, of all engines.
+
+        Raises:
+            RolloutError: an engine is lost, and again after a new start.
+            RolloutSyncError: engines hold different adapters.
+        """
+        self._given = (to_host(state), version)
+        digests = list(self._threads.map(self._sync, self._handles))
+        return _only(digests)
+
+    def digest_of(self, state: Mapping[str, Tensor]) -> str:
+        """As ``SamplesTokens.digest_of``."""
+        return rounded_digest(state, self._engine.dtype)
+
+    def sample(self, asked: Sequence[list[int]], seeds: Sequence[int]) -> Sampled:
+        """As ``SamplesTokens.sample``; raises as ``sync``."""
+        count = len(self._handles)
+        # Whole micro-batches, so that an engine pads the same rows together as one alone would.
+        parts = [rows.tolist() for rows in torch.arange(len(asked)).split(self._engine.micro_batch_size)]
+        dealt = [[row for part in parts[place::count] for row in part] for place in range(count)]
+        used = [(handle, rows) for handle, rows in zip(self._handles, dealt, strict=True) if rows]
+        answers: list[Sampled] = list(
+            self._threads.map(
+                lambda one: self._call(one[0], "sample", [asked[i] for i in one[1]], [seeds[i] for i in one[1]]), used
+            )
+        )
+        places = {row: (part, i) for part, (_, rows) in enumerate(used) for i, row in enumerate(rows)}
+        ordered = [places[row] for row in range(len(asked))]
+        return Sampled(
+            [answers[part].tokens[i] for part, i in ordered],
+            [answers[part].log_probs[i] for part, i in ordered],
+            _only([answer.adapter_version for answer in answers]),
+            _only([answer.adapter_digest for answer in answers]),
+        )
+
+    def close(self) -> None:
+        """End the processes."""
+        for handle in self._handles:
+            handle.close()
+        self._threads.shutdown()
+
+    def _sync(self, handle: EngineProcess) -> str:
+        assert self._given is not None
+        return self._call(handle, "sync", *self._given)
+
+    def _call(self, handle: EngineProcess, method: str, *arguments: Any) -> Any:
+        try:
+            try:
+                return handle.call(method, *arguments)
+            except EngineLostError as error:
+                warnings.warn(f"{handle.name} is started anew: {one_line(error)}", stacklevel=2)
+                handle.start()
+                if method != "sync" and self._given is not None:
+                    handle.call("sync", *self._given)
+                return handle.call(method, *arguments)
+        except EngineLostError as error:
+            raise RolloutError(f"{handle.name}, which was started anew, is lost again: {one_line(error)}") from error
+
+
+def _only(values: Sequence[Any]) -> Any:
+    """The value that all engines agree on."""
+    if len(set(values)) > 1:
+        raise RolloutSyncError(f"engines of the prompt writer hold different adapters: {', '.join(map(str, values))}")
+    return values[0]

@@ -1,0 +1,73 @@
+"""The prompt writer's engines in processes: the numbers of one in the trainer's process, also after a kill."""
+
+import os
+import signal
+import warnings
+
+import pytest
+import torch
+from test_writer import REQUESTS, config_of, writer_of
+
+from flowgrpo_rc.models.lora import adapter_state
+from flowgrpo_rc.rollout.base import RolloutError, RolloutSyncError
+from flowgrpo_rc.rollout.config import EngineTimeouts, Share
+from flowgrpo_rc.writer import WriterProcesses
+from flowgrpo_rc.writer.engine import write
+from flowgrpo_rc.writer.process import _only, check_writer_devices
+
+TIMEOUTS = EngineTimeouts(start_timeout_s=120, request_timeout_s=120, sync_timeout_s=60)
+ROWS = [request for request in REQUESTS for _ in range(3)]
+
+
+def elsewhere(**engine):
+    """A configuration of two engines, in micro-batches of five rows, and bfloat16 unless ``engine`` says more."""
+    return config_of(engine={"dtype": "bfloat16", "micro_batch_size": 5, "placement": "process"} | engine)
+
+
+@pytest.mark.process
+def test_two_processes_write_what_one_engine_here_writes():
+    """Bit for bit, with the digest of what each holds; one that was killed is started again, once in a call."""
+    config = elsewhere(devices=["cpu", "cpu"])
+    language, engine, actor = writer_of(config)
+    here = write(engine, language.tokens, ROWS, range(len(ROWS)))
+    both = WriterProcesses(config, "cpu", Share(0, 1), TIMEOUTS, allow_tf32=False)
+    try:
+        state = adapter_state(actor.network)
+        assert both.sync(state, 3) == both.digest_of(state) == engine.digest_of(state)
+
+        def same():
+            found = write(both, language.tokens, ROWS, range(len(ROWS)))
+            assert found.texts == here.texts
+            assert all(torch.equal(values, here.batch[name]) for name, values in found.batch.items())
+            assert torch.equal(found.ended, here.ended)
+            assert (found.adapter_version, found.adapter_digest) == (3, here.adapter_digest)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            same()
+        os.kill(both._handles[1].pid, signal.SIGKILL)
+        with pytest.warns(UserWarning, match=r"prompt writer 1 \(cpu\) is started anew: its process .* died of signal"):
+            same()
+        os.kill(both._handles[0].pid, signal.SIGKILL)
+        both._handles[0]._target = ("flowgrpo_rc.writer.process:nothing",)
+        with (
+            pytest.warns(UserWarning, match="is started anew"),
+            pytest.raises(RolloutError, match=r"prompt writer 0 \(cpu\), which was started anew, is lost again"),
+        ):
+            write(both, language.tokens, ROWS, range(len(ROWS)))
+    finally:
+        both.close()
+
+
+def test_engines_that_hold_different_adapters_are_refused():
+    assert _only(["a", "a"]) == "a"
+    with pytest.raises(RolloutSyncError, match="engines of the prompt writer hold different adapters: a, b"):
+        _only(["a", "b"])
+
+
+def test_devices_are_dealt_to_the_trainer_processes():
+    config = elsewhere(devices=["cuda:97"])
+    with pytest.raises(ValueError, match="algorithm.prompt_writer.engine.devices: got cuda:97, but this process sees"):
+        check_writer_devices(config, Share(0, 1))
+    with pytest.raises(ValueError, match="algorithm.prompt_writer.engine.devices: has 1 engines for the 2 trainer"):
+        check_writer_devices(config, Share(1, 2))
