@@ -19,6 +19,8 @@ from flowgrpo_rc.cli.results import make_folder, write_files
 
 WRITER = "writer"
 """The base image model with the prompts of the run's trained writer, and the run folder's folder of its adapter."""
+AVERAGE = "lora_ema"
+WRITER_AVERAGE = "writer_ema"
 FILES = ("evaluation.json", "grid.png", "evaluation.html")
 
 
@@ -82,7 +84,8 @@ def run_command(arguments: argparse.Namespace) -> int:
             if run.writer is not None:
                 # The base draws what the untrained writer writes.
                 if writer is not None and name != BASE:
-                    run.writer.load(writer)
+                    averaged = writer.with_name(WRITER_AVERAGE)
+                    run.writer.load(averaged if name == AVERAGE and averaged.is_dir() else writer)
                 run.writer.push(version)
             found = validate(run, run.generate)
             # The first image of each prompt; a short list of prompts has more images than prompts.
@@ -140,8 +143,8 @@ def _folders(arguments: argparse.Namespace) -> dict[str, Path]:
             raise ValueError(f"--run-dir: {run} holds no config.yaml; give a run folder, outputs/PROJECT/EXPERIMENT")
         if (run / "lora").is_dir() or not arguments.lora:
             folders["lora"] = lora_folder(run, average=False)
-        if (run / "lora_ema").is_dir():
-            folders["lora_ema"] = run / "lora_ema"
+        if (run / AVERAGE).is_dir():
+            folders[AVERAGE] = run / AVERAGE
     for text in arguments.lora:
         name, folder = _pair("--lora", text, "NAME=FOLDER")
         if name in ("base", WRITER, *folders):

@@ -13,7 +13,7 @@ from flowgrpo_rc.cli.arguments import add_command, add_configuration
 from flowgrpo_rc.cli.errors import LOADING, NEGATIVE, TRAINING
 from flowgrpo_rc.cli.results import make_folder, write_files
 from flowgrpo_rc.gap.intervals import MOST_IMAGES
-from flowgrpo_rc.gap.safety import DRIFT_NOT_SAFE, DRIFT_SAFE, clip_not_safe
+from flowgrpo_rc.gap.safety import DRIFT_NOT_SAFE, DRIFT_SAFE, VERDICTS, clip_not_safe
 from flowgrpo_rc.loss.objectives import OBJECTIVES, Objective
 
 NOT_SHOWN_SAFE = 4
@@ -73,15 +73,22 @@ def run_command(arguments: argparse.Namespace) -> int:
         arguments.phase = TRAINING
         try:
             trainer.run.end_rewards()  # a probe scores nothing
+            run = trainer.run
+            # First: the probe of images takes optimizer steps.
+            tokens = None if run.writer is None else run.writer.measure_gap(run.train_prompts, most)
             result = run_probe(trainer.probed_run(), images, most)
             if trainer.accelerator.is_main_process:
                 print(report(result))
-                print("\n".join(write_result(arguments.out, result)))
+                if tokens is not None:
+                    print(report_of_tokens(tokens, config.algorithm.prompt_writer))
+                print("\n".join(write_result(arguments.out, result, tokens)))
             # A launcher ends all processes as soon as one exits with a code other than 0.
             trainer.accelerator.wait_for_everyone()
         finally:
             trainer.run.close_engines()
-    return {"safe": 0, "not safe": NEGATIVE, "not shown safe": NOT_SHOWN_SAFE}[result.advice.verdict]
+    verdicts = [result.advice.verdict] + ([] if tokens is None else [tokens.decisive.verdict])
+    worst = max(verdicts, key=VERDICTS.index)
+    return {"safe": 0, "not safe": NEGATIVE, "not shown safe": NOT_SHOWN_SAFE}[worst]
 
 
 def _image_counts(arguments: argparse.Namespace) -> tuple[int, int]:
@@ -145,6 +152,29 @@ def report(result: Any) -> str:
     return "\n".join(lines)
 
 
+def report_of_tokens(found: Any, config: Any) -> str:
+    """The table and the verdict on a prompt writer as text."""
+    gap = found.gap
+    correction = config.actor.rollout_correction
+    ends = gap.clipped_interval
+    return "\n".join(
+        [
+            "",
+            f"Prompt writer: engine in {config.engine.dtype}, actor in {config.dtype}; "
+            f"{'bypass' if correction.bypass_mode else 'decoupled'}; {gap.images} rewrites, {gap.count} tokens",
+            "",
+            f"{'mean l':>10} {'mean |l|':>9} {'90 %':>9} {'largest':>9} {'KL nats':>8} {'clipped':>8} {'interval':>12} "
+            f"{'ESS of rewrites':>16}",
+            f"{gap.mean:10.1e} {gap.abs_mean:9.1e} {gap.abs_q90:9.1e} {gap.abs_max:9.1e} {gap.kl_nats:8.1e} "
+            f"{gap.clipped:8.0%} {f'{ends.low:.0%} to {ends.high:.0%}':>12} {found.effective_sample_size:16.3f}",
+            "",
+            "l = log pi_actor - log pi_engine of a token in nats, same weights; ESS: effective sample size of the "
+            "weights of whole rewrites, as a share",
+            f"Verdict on tokens: {found.decisive.verdict.upper()} ({found.decisive})",
+        ]
+    )
+
+
 def _limit_words(setting: dict[str, Any], objective: Objective) -> str:
     """The objective's limit with its numbers."""
     ends = setting["clip_band"]
@@ -174,15 +204,17 @@ def _recommended(result: Any) -> str:
     return f"No change needed: {words}" if same else f"No change needed; more headroom with {words}"
 
 
-def write_result(root: Path, result: Any) -> list[str]:
-    """Write both files; returns lines to print. A different earlier result is kept under a free number.
+def write_result(root: Path, result: Any, tokens: Any = None) -> list[str]:
+    """Write both files, with the gap of a prompt writer's ``tokens``; returns lines to print. A different earlier
+    result is kept under a free number.
 
     Raises:
         OSError: the disk is full, or the folder is gone; earlier files stay as they are.
     """
 
     def write(folder: Path) -> None:
-        (folder / RESULT).write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
+        content = result.to_dict() | ({} if tokens is None else {"tokens": tokens.to_dict()})
+        (folder / RESULT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         draw(result, folder / PICTURE)
 
     return write_files(root, (RESULT, PICTURE), write, _measured)

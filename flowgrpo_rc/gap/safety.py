@@ -384,9 +384,9 @@ def advise(
 
 
 def judge_all(
-    mode: ModeInForce, overall: StepGap, dimensions: int, drift: Drift | None = None
+    mode: ModeInForce, overall: StepGap, dimensions: int, drift: Drift | None = None, unit: str = "latent dimension"
 ) -> dict[str, JudgedFigure]:
-    """Judge every figure that applies to this configuration; ``{figure: judged}``.
+    """Judge every figure that applies to this configuration; ``{figure: judged}``. ``unit`` names a dimension.
 
     The clip counts if it is centred at the engine's log-probs. Rejection and weights of 0 count if the configuration
     can produce them: a share that is 0 by construction needs no samples.
@@ -396,7 +396,7 @@ def judge_all(
     nats = overall.nats_interval
     # The limit holds for every latent size, so it is per dimension.
     scaled = Interval(nats.low / dimensions, nats.high / dimensions, nats.effective)
-    figures = {ENGINE_GAP: ("mean |log ratio| per latent dimension", overall.nats / dimensions, scaled)}
+    figures = {ENGINE_GAP: (f"mean |log ratio| per {unit}", overall.nats / dimensions, scaled)}
     if mode.limits_the_gap:
         figures[CLIP] = (_outside(mode), overall.clipped, overall.clipped_interval)
     if plan.can_reject or overall.rejected > 0:

@@ -48,7 +48,7 @@ class WriterPlan:
         moments = 0 if config.learns == "images" else adamw_moments(config.actor.optim.name, lora, 4)
         self.resident = {
             "prompt writer": bytes_of(self._actor) - self._lora,
-            "its engine's copy": bytes_of(self._engine),
+            "its engine's copy": 0 if self._elsewhere else bytes_of(self._engine),
             "its LoRA and AdamW's moments": self._lora + moments,
         }
         """Resident bytes, by component."""
@@ -57,12 +57,19 @@ class WriterPlan:
 
     def stages(self, rewrites: int) -> dict[str, int]:
         """Bytes that each stage adds, with so many rewrites in a step on one GPU."""
-        stages = {"writing": self._sampling(min(self.config.engine.micro_batch_size, rewrites))}
+        stages = {}
+        if not self._elsewhere:
+            stages["writing"] = self._sampling(min(self.config.engine.micro_batch_size, rewrites))
         if self.config.learns != "images":
             rows = min(self.config.actor.ppo_micro_batch_size_per_gpu, rewrites)
             # An optimizer step has gradients twice, as for images.
             stages["writer's update"] = max(self._update(rows), 2 * self._lora)
         return stages
+
+    @property
+    def _elsewhere(self) -> bool:
+        """The engine has devices of its own."""
+        return self.config.engine.devices is not None
 
     def _network(self, dtype: str, lora_dtype: str) -> Any:
         from transformers import AutoModelForCausalLM

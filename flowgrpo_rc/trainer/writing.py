@@ -14,8 +14,10 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
+from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch
 from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.gap.tokens import TokenGap, token_gap
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.digests import spread, tokenizer_digest, values_digest
@@ -29,7 +31,7 @@ from flowgrpo_rc.models.lora import (
 from flowgrpo_rc.models.prompts import read_prompts
 from flowgrpo_rc.rollout.config import IN_TRAINER, Share
 from flowgrpo_rc.rollout.proof import check_adapter
-from flowgrpo_rc.rollout.seeds import VALIDATION, WRITER, seed_for
+from flowgrpo_rc.rollout.seeds import PROBE, VALIDATION, WRITER, seed_for
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 from flowgrpo_rc.trainer.scoring import Gather
@@ -150,6 +152,19 @@ class PromptWriting:
             read_whole=torch.tensor([not reading.is_cut for reading in readings]),
             left_out=torch.tensor([left_out(record.prompt, text) for record, text, _ in rows], dtype=torch.float64),
         )
+
+    def measure_gap(self, requests: Sequence[PromptRecord], count: int) -> TokenGap:
+        """The gap of engine and actor on ``count`` rewrites of ``requests`` in turn, before the first step."""
+        prompts = [requests[i % len(requests)].prompt for i in range(count)]
+        # Equal ones side by side need no padding.
+        prompts.sort()
+        seeds = [seed_for(self._rollout_seed, PROBE, 1, number) for number in range(count)]
+        written = write(self.engine, self.language.tokens, prompts, seeds)
+        check_adapter(self.adapter.held, written.adapter_version, written.adapter_digest)
+        batch = written.batch
+        log_ratio = self.actor.score(batch).log_probs.double() - batch[Key.ROLLOUT_LOG_PROBS].double()
+        mode = ModeInForce(self.config.actor.rollout_correction, self.config.actor.diffusion_loss)
+        return token_gap(mode, log_ratio, batch[Key.RESPONSE_MASK])
 
     def learn(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"], gather: Gather) -> dict[str, float]:
         """Learn from the rewards of the rewrites' images, which are equally many and side by side; returns metrics."""

@@ -60,6 +60,26 @@ def test_the_command_gates_on_its_exit_code(probe, tmp_path):
     assert "No change needed: bypass mode, clip_ratio=auto; a rejection band" in said
 
 
+@pytest.mark.run
+def test_a_prompt_writer_is_judged_beside_the_images(probe, tmp_path):
+    """The worse of both verdicts is the exit code."""
+    writer = "algorithm.prompt_writer"
+    settings = (f"{writer}.path=asset:tiny_writer", f"{writer}.actor.rollout_correction.bypass_mode=true")
+    images = ("--images", "8", "--max-images", "16", f"{CLIP}=0.01")
+    code, said, _ = probe(*images, *settings)
+    assert code == 0
+    assert "Prompt writer: engine in bfloat16, actor in float32; bypass; 16 rewrites, " in said
+    assert "Verdict on tokens: SAFE (" in said
+    code, said, _ = probe(*images, *settings, f"{writer}.actor.token_loss.clip_ratio=1e-6")
+    assert code == 3
+    assert "Verdict: SAFE (" in said
+    assert "Verdict on tokens: NOT SAFE (outside clip_ratio=1e-06: " in said
+    saved = json.loads((tmp_path / "out" / "probe.json").read_text())
+    assert saved["advice"]["verdict"] == "safe"
+    assert saved["tokens"]["verdict"] == "not safe"
+    assert 1e-5 < saved["tokens"]["gap"]["abs_mean"] < 1e-2
+
+
 @pytest.mark.parametrize(
     ("verdict", "mode", "bypass_mode", "limit", "says"),
     [

@@ -89,6 +89,9 @@ def test_rows_are_those_of_a_step_at_most():
     recomputes = WriterPlan(config_of(actor={"enable_gradient_checkpointing": True}))
     assert recomputes.stages(16)["writer's update"] < 0.8 * WriterPlan(config_of()).stages(16)["writer's update"]
     assert recomputes.stages(16)["writing"] == WriterPlan(config_of()).stages(16)["writing"]
+    elsewhere = WriterPlan(config_of(engine={"placement": "process", "devices": ["cuda:7"]}))
+    assert elsewhere.resident["its engine's copy"] == 0
+    assert list(elsewhere.stages(4)) == ["writer's update"]
     frozen = WriterPlan(config_of(learns="images"))
     assert list(frozen.stages(4)) == ["writing"]
 
