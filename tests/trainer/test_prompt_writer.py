@@ -267,17 +267,21 @@ def test_engines_in_processes_change_no_number(small_config):
 
 
 @pytest.mark.run
-def test_evaluate_compares_base_writer_and_both(small_config, tmp_path, capsys, monkeypatch):
-    """The last validation of a run is found again, to the digit; the base has the first one's."""
-    root = FlowGRPOTrainer(small_config(*REQUESTS[:2], *WITH, f"{WRITER}.actor.optim.lr=0.03")).fit().root
+@pytest.mark.parametrize("averages", [False, True])
+def test_evaluate_compares_base_writer_and_both(small_config, tmp_path, capsys, monkeypatch, averages):
+    """The last validation of a run, which averages draw, is found again, to the digit; the base has the first one's."""
+    settings = (*REQUESTS[:2], *WITH, f"{WRITER}.actor.optim.lr=0.03")
+    if averages:
+        settings += ("actor_rollout_ref.actor.ema_decay=0.5", f"{WRITER}.actor.ema_decay=0.5")
+    root = FlowGRPOTrainer(small_config(*settings)).fit().root
     capsys.readouterr()
     assert cli_main(["evaluate", "--run-dir", str(root), "--out", str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     means = {row["model"]: row["mean"] for row in result["table"] if row["score"] == "mean"}
     rows = rows_of(root)
     assert means["base"] == rows[0]["val/reward/mean"]
-    assert means["lora"] == rows[-1]["val/reward/mean"]
-    assert len(set(means.values())) == len(means) == 3
+    assert means["lora_ema" if averages else "lora"] == rows[-1]["val/reward/mean"]
+    assert len(set(means.values())) == len(means) == 3 + averages
     # The same layers with another vocabulary, as where the folder of a model was replaced.
     other = tmp_path / "other"
     shutil.copytree(resolve_asset("asset:tiny_writer"), other)
