@@ -81,6 +81,7 @@ SETTINGS: dict[str, Overrides] = {
     "awm_lag_2_corrected": objective("awm") | DECOUPLED_IS | late(2),
     "awm_lag_1": objective("awm") | late(1),
     "awm_lag_1_corrected": objective("awm") | DECOUPLED_IS | late(1),
+    "awm_float32": {**objective("awm"), f"{ROLLOUT}.dtype": "float32"},
     "awm_fp8": {**objective("awm"), f"{ROLLOUT}.quantization": "fp8_emulated"},
     "dpo": objective("dpo", dpo_beta=100.0),
     "awm_shuffled": objective("awm") | SHUFFLED,
