@@ -64,6 +64,23 @@ def test_auto_recomputes_where_the_plan_does_not_fit(small_config, monkeypatch):
         assert FlowGRPOTrainer(small_config(*auto, folder="small")).run.actor.recomputes
 
 
+@pytest.mark.parametrize("placement", ["trainer", "process"])
+def test_a_prompt_writer_learns_beside_the_images(small_config, placement):
+    """In bfloat16 beside a float32 actor; recomputation and an average are on."""
+    writer = "algorithm.prompt_writer"
+    settings = ("data.train_files=asset:tiny_requests/train.jsonl", "data.val_files=asset:tiny_requests/test.jsonl")
+    settings += (
+        "reward.functions.ocr=1",
+        "reward.custom_reward_function.path=null",
+        f"{writer}.path=asset:tiny_writer",
+    )
+    settings += (f"{writer}.max_new_tokens=40", f"{writer}.rewrites=2", f"{writer}.actor.ema_decay=0.5")
+    settings += (f"{writer}.actor.enable_gradient_checkpointing=true", f"{writer}.engine.placement={placement}")
+    row = last_row(small_config, *settings)
+    assert 0 < row["writer/rollout_corr/logprob_abs_diff_mean"] < 0.1
+    assert 0 < row["writer/grad_norm"] < 1e3
+
+
 def test_rollouts_equal_the_cpus(small_config):
     """Noise is drawn on the host, so float32 rewards agree to what rounding does to an image."""
     cuda = FlowGRPOTrainer(small_config(*ON_GPU, "actor_rollout_ref.rollout.dtype=float32", folder="cuda")).fit()
