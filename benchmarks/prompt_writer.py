@@ -95,7 +95,8 @@ def drawn(folder: Path | None) -> dict[str, Any]:
     texts = rewrites(writer, [row["prompt"] for row in asked])
     targets = [row["ocr_target"] for row in asked]
     right = fmean(text == f'the text "{target}"' for text, target in zip(texts, targets, strict=True))
-    read = second_ocr(None if folder is None else folder / "lora", targets, written=texts)
+    lora = None if folder is None or not (folder / "lora").is_dir() else folder / "lora"
+    read = second_ocr(lora, targets, written=texts)
     return {"right": right, "examples": texts[:20]} | read
 
 

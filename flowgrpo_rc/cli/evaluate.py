@@ -141,7 +141,8 @@ def _folders(arguments: argparse.Namespace) -> dict[str, Path]:
             raise ValueError("--run-dir: the run's config.yaml is used; leave out --config-name and --config-dir")
         if not (run / "config.yaml").is_file():
             raise ValueError(f"--run-dir: {run} holds no config.yaml; give a run folder, outputs/PROJECT/EXPERIMENT")
-        if (run / "lora").is_dir() or not arguments.lora:
+        # A prompt writer that learned alone has no LoRA beside it.
+        if (run / "lora").is_dir() or not (arguments.lora or (run / WRITER).is_dir()):
             folders["lora"] = lora_folder(run, average=False)
         if (run / AVERAGE).is_dir():
             folders[AVERAGE] = run / AVERAGE

@@ -209,9 +209,9 @@ class MemoryPlan:
             "gathered blocks": self._gathered(run, gpus),
             OWN_COPY: self._own_copy(run) if in_process else 0,
             "LoRA": lora,
-            "AdamW's two moments": adamw_moments(
-                run.actor.optim.name, sizes.lora_parameters, torch_dtype(run.model.lora_dtype).itemsize
-            ),
+            # They are made by the first step.
+            "AdamW's two moments": run.learns_images
+            * adamw_moments(run.actor.optim.name, sizes.lora_parameters, torch_dtype(run.model.lora_dtype).itemsize),
             "average of the LoRA": lora if run.actor.ema_decay is not None else 0,
             "reference LoRA of the KL": lora if run.actor.needs_reference and run.actor.kl_reference == "start" else 0,
             ENGINES_LORA: self._lora(run.rollout.dtype) if in_process else 0,
@@ -245,12 +245,12 @@ class MemoryPlan:
         rows = run.micro_rows(gpus)
         # Gradients of earlier micro-batches are then alive during the pass.
         accumulates = run.images_of_mini_batch(gpus) * run.rows_per_image > rows
-        update = self.actor.update(rows, recompute=self.recomputes(run), accumulates=accumulates)
-        stages = {
-            "update: activations and gradients": update.peak,
+        stages: dict[str, int] = {}
+        if run.learns_images:
+            update = self.actor.update(rows, recompute=self.recomputes(run), accumulates=accumulates)
+            stages["update: activations and gradients"] = update.peak
             # Gradients twice: they are flattened for the other ranks, and AdamW works on all at once.
-            "optimizer step": 2 * self._lora(run.model.lora_dtype),
-        }
+            stages["optimizer step"] = 2 * self._lora(run.model.lora_dtype)
         # Scoring, sampling and the update follow each other, so their memory does not add up.
         scored = run.scored_rows(gpus)
         if scored:

@@ -31,6 +31,16 @@ class PlannedRun:
     writer: PromptWriterConfig | None = None  # The prompt writer, if there is one
 
     @property
+    def learns_images(self) -> bool:
+        """The image model learns; a prompt writer may learn alone."""
+        return self.writer is None or not self.writer.learns_alone
+
+    @property
+    def records_steps(self) -> bool:
+        """Images are drawn with an SDE window whose steps are learned from."""
+        return self.learns_images and not self.actor.diffusion_loss.objective.clean
+
+    @property
     def samples_in_trainer(self) -> bool:
         """The engine runs in the trainer's process."""
         return ENGINES[self.rollout.name].takes_actors_transformer and not self.rollout.is_elsewhere
@@ -112,8 +122,8 @@ class PlannedRun:
 
     @property
     def rescored_images(self) -> int:
-        """Images of a batch that rescoring measures the gap on; of clean images there is none to measure."""
-        return 0 if self.actor.diffusion_loss.objective.clean else self.rollout.probe.images
+        """Images of a batch that rescoring measures the gap on; without recorded steps there is none to measure."""
+        return self.rollout.probe.images if self.records_steps else 0
 
     @property
     def actor_precision(self) -> str:

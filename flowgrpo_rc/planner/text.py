@@ -85,7 +85,7 @@ def _heading(plan: MemoryPlan) -> list[str]:
         f"LoRA of rank {run.model.lora_rank}: {plan.sizes.lora_parameters:,} parameters, {run.model.lora_dtype}, "
         f"products in {run.model.lora_computes_in}",
         f"Images of {asked.width}x{asked.height}, "
-        f"{run.rollout.forwards_in_words(clean=run.actor.diffusion_loss.objective.clean)}, prompts of up to "
+        f"{run.rollout.forwards_in_words(clean=not run.records_steps)}, prompts of up to "
         f"{asked.max_sequence_length} tokens, {'guidance' if asked.true_cfg_scale > 1 else 'no guidance'}; engine "
         f"{run.rollout.name}, {run.rollout.dtype}",
         f"Micro-batch: {run.micro_rows(1)} rows, {run.rows_per_image} an image; activations are {recompute}",

@@ -42,7 +42,7 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     run = plan.run
     rollout = run.rollout
     images = run.prompts * rollout.drawn
-    forwards = rollout.forwards_per_image(clean=run.actor.diffusion_loss.objective.clean)
+    forwards = rollout.forwards_per_image(clean=not run.records_steps)
     window = run.rows_per_image
     rows = run.micro_rows(1)
     # Per row, since passes are linear in their rows.
@@ -55,7 +55,7 @@ def step_flops(plan: MemoryPlan) -> StepFlops:
     update = plan.actor.update(rows, recompute=plan.recomputes(run), accumulates=False)
     # Of a group only the best and the worst image are compared.
     learned = run.prompts * (2 if run.actor.diffusion_loss.objective.paired else rollout.n)
-    times = learned * window * (run.actor.ppo_epochs + run.replayed) / rows
+    times = run.learns_images * learned * window * (run.actor.ppo_epochs + run.replayed) / rows
     return StepFlops(
         rollout=run.draws * drawing,
         score=(run.scored_share * run.prompts * rollout.n + min(run.rescored_images, images)) * window * forward,

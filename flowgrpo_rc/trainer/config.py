@@ -440,6 +440,12 @@ class FlowGRPOConfig(Section):
         return self.trainer.seed if own is None else own
 
     @property
+    def records_steps(self) -> bool:
+        """Images are drawn with an SDE window whose steps are learned from."""
+        clean = self.actor_rollout_ref.actor.diffusion_loss.objective.clean
+        return not clean and not self.algorithm.prompt_writer.learns_alone
+
+    @property
     def rewrites(self) -> int:
         """Prompts that are drawn for each row of the data."""
         writer = self.algorithm.prompt_writer

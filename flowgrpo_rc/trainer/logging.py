@@ -212,7 +212,7 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
     if actor.ppo_micro_batch_rows is not None:
         micro = f"{min(actor.ppo_micro_batch_rows, images * size)} rows ({row} of images)"
     steps = f"{rollout.algo.sde_type}, window {window.size} in [{window.first}, {window.stop}) of "
-    if clean:
+    if not config.records_steps:
         steps = "without SDE steps, "
     # At 1 and below the negative prompt has no weight.
     guidance = "none"
@@ -230,20 +230,25 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
         scouts += f", drawn again after {rollout.scout_steps} steps as scouts"
     if rollout.has_scouts_engine:
         scouts += f" in {rollout.of_scouts.precision_in_words}"
+    learned = (
+        f"{requests // mini * actor.ppo_epochs} optimizer step(s) of {mini * rewrites * rollout.n} images, "
+        f"micro-batches of {micro}{scouts}"
+    )
+    correction = [f"Rollout correction: {in_force(rc)}; guard: {rc.guard}"]
+    if writer.learns_alone:
+        learned, correction = "the image model does not learn", []
     written = [] if writer.path is None else [writer.in_words(requests)]
     replay = config.algorithm.replay
     again = [f"Replay: {replay.in_words(requests // mini, rollout.staleness)}"] if replay.batches else []
     return [
         f"Run folder: {root}",
         f"Each step: {prompts} prompts x {rollout.drawn} images = {prompts * rollout.drawn} images of "
-        f"{rollout.pipeline.width}x{rollout.pipeline.height} on {processes} process(es); "
-        f"{requests // mini * actor.ppo_epochs} optimizer step(s) of {mini * rewrites * rollout.n} images, "
-        f"micro-batches of {micro}{scouts}",
+        f"{rollout.pipeline.width}x{rollout.pipeline.height} on {processes} process(es); {learned}",
         *written,
         f"Reward: {config.reward.in_words()}",
         f"Rollouts: {rollout.name}, {rollout.precision_in_words}{lag}, {steps}"
-        f"{rollout.forwards_in_words(clean=clean)}{base}",
+        f"{rollout.forwards_in_words(clean=not config.records_steps)}{base}",
         f"Guidance: {guidance}",
-        f"Rollout correction: {in_force(rc)}; guard: {rc.guard}",
+        *correction,
         *again,
     ]

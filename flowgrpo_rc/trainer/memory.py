@@ -22,7 +22,7 @@ def planned_run(config: FlowGRPOConfig) -> PlannedRun:
         actor=replace(parts.actor, ppo_mini_batch_size=parts.actor.ppo_mini_batch_size * config.rewrites),
         rollout=parts.rollout,
         prompts=config.prompts,
-        scored_share=0.0 if config.rollout_correction.bypass_mode else config.scored_share,
+        scored_share=0.0 if config.rollout_correction.bypass_mode or writer.learns_alone else config.scored_share,
         replayed=config.algorithm.replay.per_new(parts.rollout.staleness),
         autocast=config.trainer.mixed_precision == "bf16",
         draws=not config.data.preferences,

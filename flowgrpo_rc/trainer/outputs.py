@@ -101,7 +101,8 @@ class RunOutputs:
         average = run.actor.averaged_state()
         rows = self._folder.rows()
         written: list[Path] = []
-        for folder in [self._folder.lora, *([] if average is None else [self._folder.lora_ema])]:
+        folders = [self._folder.lora, *([] if average is None else [self._folder.lora_ema])]
+        for folder in [] if run.config.algorithm.prompt_writer.learns_alone else folders:
             averaged = folder == self._folder.lora_ema
             card = model_card(run.config, run.model, rows, len(run.train_prompts), averaged=averaged)
             write = partial(_save, run, average if averaged else None, card)

@@ -74,7 +74,6 @@ class RolloutQueue:
         # In bypass mode the engine is the old policy, and objectives that compare means need its means. The guard may
         # change the mode before the batch is learned from, so that the configured mode decides.
         self._record_means = mode.objective.needs_old_means and mode.bypasses
-        self._learns_from_clean = mode.objective.clean
         self._queue: deque[tuple[BatchRequest, HeldAdapter, PendingRollout | None]] = deque()
 
     def next(self, step: int) -> BatchRequest:
@@ -122,7 +121,7 @@ class RolloutQueue:
         rollout = self._run.config.actor_rollout_ref.rollout
         dtype = (rollout if batch.scouts is None else rollout.of_scouts).dtype
         check_rollout(batch.asked, answer, self._run.model, held, dtype)
-        # Scouts are drawn without a batch; a rollout records its steps.
+        # Scouts, and images that are not learned from, are drawn without a batch; a rollout records its steps.
         if answer.batch is None:
             index = batch.request.prompt_index.clone()
             return TensorDict({Key.PROMPT_INDEX: index}, batch_size=[len(index)]), answer.images
@@ -162,8 +161,11 @@ class RolloutQueue:
         # Seeds depend on step and image alone, so that any number of processes and any resume draws the same noise.
         numbers = image_numbers(group, rollout.drawn).tolist()
         seeds = [seed_for(run.config.rollout_seed, IMAGE, step, number) for number in numbers]
-        recorded = rollout.request_fields(clean=self._learns_from_clean)
-        if not self._learns_from_clean:
+        recorded = rollout.request_fields(clean=not run.config.records_steps)
+        if not run.config.records_steps:
+            # A prompt writer that learns alone needs no latents.
+            recorded["record_clean"] = not run.config.algorithm.prompt_writer.learns_alone
+        else:
             starts = torch.tensor(self.window_starts(positions.tolist(), step))
             recorded |= {
                 "window_starts": starts.repeat_interleave(rollout.drawn),

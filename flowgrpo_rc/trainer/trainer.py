@@ -28,6 +28,7 @@ from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.evaluation.export_names import formats_of
 from flowgrpo_rc.gap.rescoring import Rescoring
 from flowgrpo_rc.models.base import Conditioning
+from flowgrpo_rc.models.lora import ADAPTER_FILE
 from flowgrpo_rc.report.history import History
 from flowgrpo_rc.rewards import RewardResult
 from flowgrpo_rc.rollout import RolloutRequest, Trajectories
@@ -135,6 +136,7 @@ class FlowGRPOTrainer:
 
     def train_step(self) -> dict[str, float]:
         """Roll out one batch of prompts, reward it, correct it, learn from it; returns the step's metrics."""
+        learns_images = not self.config.algorithm.prompt_writer.learns_alone
         with self.timer("rollout"):
             request = self.rollouts.next(self.step)
         with request.scoring as scoring:
@@ -142,7 +144,7 @@ class FlowGRPOTrainer:
                 batch, images = self._rollout(request)
             # Before the rewards, which may still be computed in a thread while the probe uses the GPU. Scouts that are
             # drawn again have recorded nothing.
-            probes = request.scouts is None and self.learns_images
+            probes = request.scouts is None and learns_images
             sync_metrics = self._probe(batch, request) if probes else {}
             with self.timer("reward"):
                 # While servers and threads still score.
@@ -156,7 +158,7 @@ class FlowGRPOTrainer:
         if self.run.writer is not None and request.rewrites is not None:
             with self.timer("writer"):
                 metrics |= self.run.writer.learn(request.rewrites, scored.total, self._gather)
-        if self.learns_images:
+        if learns_images:
             metrics |= self._learn(batch, request, scored)
         self.step += 1
         with self.timer("sync"):
@@ -167,18 +169,13 @@ class FlowGRPOTrainer:
                 self.run.writer.push(self.step)
         rollout = self.config.actor_rollout_ref.rollout
         if not self.config.data.preferences:
-            metrics |= rollout.forwards_metrics(clean=self.mode.objective.clean)
+            metrics |= rollout.forwards_metrics(clean=not self.config.records_steps)
         metrics |= sync_metrics
-        if self.learns_images:
+        if learns_images:
             # The guard judges the metrics of this step and sets the mode of the next one.
             metrics |= self.run.guard(metrics, self.step)
             self.mode = self.run.guard.mode
         return metrics | self._peak_memory()
-
-    @property
-    def learns_images(self) -> bool:
-        """The LoRA of the image model learns; a prompt writer may learn alone."""
-        return self.run.writer is None or self.run.writer.config.learns != "writer"
 
     def _learn(self, batch: TensorDict, request: BatchRequest, scored: RewardResult) -> dict[str, float]:
         """Correct the images of a batch and learn from them, and from those of the replay buffer; returns metrics."""
@@ -504,7 +501,7 @@ class FlowGRPOTrainer:
             history = History(self.folder.rows(), self.config.to_dict(), timeline=self.folder.timeline_lines())
             files = [*self.outputs.pictures(history), self.folder.metrics, *adapters]
             self.logger.summary(history, [str(path) for path in files])
-            if adapters:
+            if self.folder.lora / ADAPTER_FILE in adapters:
                 form = formats_of(type(self.run.model.pipe).__name__)[1]
                 run = shlex.quote(str(self.folder.root))
                 self.logger.say(f"For other programs: flowgrpo-rc export-lora {run} --format {form}")

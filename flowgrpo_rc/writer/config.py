@@ -188,6 +188,11 @@ class PromptWriterConfig(Section):
         )
 
     @property
+    def learns_alone(self) -> bool:
+        """The image model does not learn."""
+        return self.path is not None and self.learns == "writer"
+
+    @property
     def lora_init_weights(self) -> str:
         """Start of the adapter, as ``models.lora.attach_lora`` reads it: the second matrices are 0."""
         return "default"

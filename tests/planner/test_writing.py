@@ -17,6 +17,7 @@ from flowgrpo_rc.planner.machines import Gpus
 from flowgrpo_rc.planner.memory import TEXT_ENCODERS
 from flowgrpo_rc.planner.pipeline import PlanError
 from flowgrpo_rc.planner.text import describe
+from flowgrpo_rc.planner.work import step_flops
 from flowgrpo_rc.planner.writing import WriterPlan
 from flowgrpo_rc.trainer.memory import planned_run
 from flowgrpo_rc.writer import LanguageModel, PromptWriterConfig, WriterActor, WriterEngine
@@ -125,6 +126,15 @@ def test_a_plan_holds_writer_and_text_encoders(plan, run):
     assert memory.resident[TEXT_ENCODERS] == 1000
     assert memory.resident["prompt writer"] > 4 * 170_784
     assert memory.stages["writing"] == plan.writer.stages(plan.run.prompts)["writing"]
+    assert step_flops(plan).update > 0
+    alone = copy(plan)
+    alone.run = replace(run, writer=config_of(learns="writer"))
+    memory = alone.memory(alone.run, 1)
+    assert sorted(memory.stages) == ["decoding", "sampling", "writer's update", "writing"]
+    assert "AdamW's two moments" not in memory.resident
+    flops = step_flops(alone)
+    assert (flops.update, flops.recomputed, flops.score) == (0, 0, 0)
+    assert flops.rollout == step_flops(plan).rollout
     text = describe(plan, Gpus(1, 24))
     assert "Prompt writer asset:tiny_writer: 170,784 parameters, float32, engine bfloat16" in text
     assert "text encoder, before training" not in text

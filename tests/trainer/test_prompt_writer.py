@@ -200,7 +200,14 @@ def test_a_side_that_does_not_learn_stays_bit_for_bit(small_config, side):
     run = trainer.run
     networks = {"images": run.actor.transformer, "writer": run.writer.actor.network}
     before = {name: adapter_state(network) for name, network in networks.items()}
+    drawn = []
+    generate = run.engine.generate
+    run.engine.generate = lambda request: drawn.append((request, generate(request))) or drawn[-1][1]
     root = trainer.fit().root
+    # Steps are recorded where the image model learns from them.
+    recorded = [request.window_starts is not None for request, _ in drawn]
+    assert any(recorded) is (side != "writer")
+    assert [answer.batch is not None for _, answer in drawn] == recorded
     rows = rows_of(root)
     for name, network in networks.items():
         same = all(torch.equal(value, before[name][key]) for key, value in adapter_state(network).items())
@@ -208,6 +215,7 @@ def test_a_side_that_does_not_learn_stays_bit_for_bit(small_config, side):
     assert ("actor/grad_norm" in rows[-1]) is (side != "writer")
     assert ("writer/grad_norm" in rows[-1]) is (side != "images")
     assert (root / "writer" / "adapter_model.safetensors").is_file() is (side != "images")
+    assert (root / "lora").is_dir() is (side != "writer")
 
 
 @pytest.mark.run
@@ -293,6 +301,20 @@ def test_evaluate_compares_base_writer_and_both(small_config, tmp_path, capsys, 
     monkeypatch.setattr("flowgrpo_rc.trainer.validation.validate", lambda *_: pytest.fail("drawn"))
     assert cli_main(["evaluate", "--run-dir", str(root), "--out", str(tmp_path / "again")]) == 1
     assert "its adapter was trained on another tokenizer than that of" in capsys.readouterr().err
+
+
+@pytest.mark.run
+def test_a_writer_that_learned_alone_is_evaluated(small_config, tmp_path, capsys):
+    settings = (*REQUESTS[:2], *WITH, f"{WRITER}.actor.optim.lr=0.03", f"{WRITER}.learns=writer")
+    root = FlowGRPOTrainer(small_config(*settings)).fit().root
+    said = capsys.readouterr().out
+    assert "; the image model does not learn" in said
+    assert "export-lora" not in said
+    assert cli_main(["evaluate", "--run-dir", str(root), "--out", str(tmp_path / "out")]) == 0
+    table = json.loads((tmp_path / "out" / "evaluation.json").read_text())["table"]
+    means = {row["model"]: row["mean"] for row in table if row["score"] == "mean"}
+    rows = rows_of(root)
+    assert means == {"base": rows[0]["val/reward/mean"], "writer": rows[-1]["val/reward/mean"]}
 
 
 @pytest.mark.run
