@@ -306,6 +306,7 @@ def test_evaluate_compares_base_writer_and_both(small_config, tmp_path, capsys, 
 @pytest.mark.run
 def test_a_writer_that_learned_alone_is_evaluated(small_config, tmp_path, capsys):
     settings = (*REQUESTS[:2], *WITH, f"{WRITER}.actor.optim.lr=0.03", f"{WRITER}.learns=writer")
+    settings += (f"{ROLLOUT}.pipeline.num_inference_steps=4", f"{ROLLOUT}.tail.steps=0.5")
     root = FlowGRPOTrainer(small_config(*settings)).fit().root
     said = capsys.readouterr().out
     assert "; the image model does not learn" in said
@@ -314,6 +315,7 @@ def test_a_writer_that_learned_alone_is_evaluated(small_config, tmp_path, capsys
     table = json.loads((tmp_path / "out" / "evaluation.json").read_text())["table"]
     means = {row["model"]: row["mean"] for row in table if row["score"] == "mean"}
     rows = rows_of(root)
+    assert rows[-1]["rollout/forwards_per_image"] == 2
     assert means == {"base": rows[0]["val/reward/mean"], "writer": rows[-1]["val/reward/mean"]}
 
 
