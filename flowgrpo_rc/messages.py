@@ -1,4 +1,20 @@
-"""Texts of errors, as messages quote them."""
+"""Texts of errors, as messages quote them, and the place that a warning is given for."""
+
+import sys
+
+_WITHIN = ("flowgrpo_rc", "jaxtyping", "beartype")
+"""Packages whose frames are not the caller's; the last two wrap functions where shapes are checked."""
+
+
+def level_of_caller() -> int:
+    """``stacklevel`` of a warning that is to name the line which called this package. Python 3.12 has
+    ``skip_file_prefixes`` for it."""
+    frame = sys._getframe(1)
+    level = 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _WITHIN:
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 def one_line(error: BaseException, limit: int | None = None) -> str:

@@ -21,6 +21,7 @@ from flowgrpo_rc.loss.objectives import OBJECTIVES, LossOptions, Objective
 from flowgrpo_rc.loss.policy import Matching, PolicyInputs, TransitionShift, kept
 from flowgrpo_rc.loss.sums import VELOCITY_NORMS, LossSums, loss_sums, mean_loss
 from flowgrpo_rc.loss.tokens import read_tokens
+from flowgrpo_rc.messages import level_of_caller
 from flowgrpo_rc.sde import transition_kl
 
 
@@ -100,7 +101,7 @@ def _read_steps(
     if optional(data, Key.RESPONSE_MASK) is not None:
         warnings.warn(
             "data has a response_mask, so diffusion_loss hands it to flowgrpo_rc.token_loss; call that for tokens",
-            stacklevel=3,
+            stacklevel=level_of_caller(),
         )
         return read_tokens(config, model_output, data)
     rc = config.rollout_correction

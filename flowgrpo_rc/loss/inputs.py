@@ -31,6 +31,7 @@ from flowgrpo_rc.correction import RolloutCorrection, RolloutCorrectionConfig, c
 from flowgrpo_rc.loss.aggregation import Aggregation
 from flowgrpo_rc.loss.objectives import CLIP_BAND, OBJECTIVES, LossOptions, Threshold
 from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, PolicyTerms, reinforce
+from flowgrpo_rc.messages import level_of_caller
 
 
 @runtime_checkable
@@ -172,7 +173,7 @@ def _warn_if_uncorrected(rc: RolloutCorrectionConfig, data: TensorMapping, *, ma
             "rollout_is_weights nor rollout_keep: this loss is not corrected. Call "
             "apply_rollout_correction_to_diffusion_batch(batch, config.rollout_correction) on the whole batch first, "
             "or set rollout_correction=None",
-            stacklevel=5,  # the caller of the loss
+            stacklevel=level_of_caller(),
         )
 
 

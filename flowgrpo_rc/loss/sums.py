@@ -17,6 +17,7 @@ from torch import Tensor
 from flowgrpo_rc.correction import MetricAccumulator, RolloutCorrection
 from flowgrpo_rc.loss.inputs import LossInputs, not_finite
 from flowgrpo_rc.loss.policy import SAFETY_BOUND, PolicyInputs, PolicyLimits, PolicyTerms, kept
+from flowgrpo_rc.messages import level_of_caller
 from flowgrpo_rc.transfers import onto
 
 VELOCITY_NORMS = {"velocity_norm": "velocities", "ref_velocity_norm": "ref_velocities"}
@@ -260,5 +261,8 @@ def mean_loss(
         if not math.isfinite(metrics[name]):
             raise ValueError(f"{name} is {metrics[name]}; {not_finite(model_output=model_output, data=data)}")
     if metrics["actor/kept_fraction"] == 0:
-        warnings.warn("rollout correction rejected every element of this batch: loss and gradients are 0", stacklevel=3)
+        warnings.warn(
+            "rollout correction rejected every element of this batch: loss and gradients are 0",
+            stacklevel=level_of_caller(),
+        )
     return loss, metrics | {f"actor/{name}": value for name, value in correction.items()}
