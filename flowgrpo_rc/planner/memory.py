@@ -9,7 +9,7 @@ from typing import Any
 
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.config import AUTO
-from flowgrpo_rc.planner.machines import GIB, Gpus
+from flowgrpo_rc.planner.machines import ENGINE_RUNTIME, GIB, Gpus
 from flowgrpo_rc.planner.passes import Passes, Usage
 from flowgrpo_rc.planner.pipeline import FakePipeline
 from flowgrpo_rc.planner.settings import RECOMPUTE, ROWS, PlannedRun, adamw_moments
@@ -17,8 +17,6 @@ from flowgrpo_rc.planner.writing import WriterPlan
 
 # Assumed beside tensors: the device's context, libraries' workspaces, fragmentation of the allocator.
 RUNTIME = 3 * GIB
-# The same in the process of an engine.
-ENGINE_RUNTIME = 1 * GIB
 # Share of a GPU that a plan leaves free.
 MARGIN = 0.1
 # Most rows of a measured pass: a transformer that takes its rows one by one, as Z-Image's does, needs a second for
@@ -154,9 +152,9 @@ class MemoryPlan:
             engine += scouts._engine_process(run.scouts, gpus)
         if self.writer is not None:
             # Its prompts are new ones, so the text encoders stay.
-            resident |= self.writer.resident | {TEXT_ENCODERS: self.sizes.text_encoders}
+            resident |= self.writer.resident(gpus) | {TEXT_ENCODERS: self.sizes.text_encoders}
             # The prompts that are drawn are its rewrites.
-            stages |= self.writer.stages(max(1, run.prompts // gpus))
+            stages |= self.writer.stages(max(1, run.prompts // gpus), gpus)
         return Memory({name: size for name, size in resident.items() if size}, stages, engine)
 
     def settled(self, gpus: Gpus) -> "MemoryPlan":

@@ -76,10 +76,7 @@ class PlannedRun:
         those whose devices come after the trainer's own, are elsewhere."""
         if self.samples_in_trainer or self.rollout.placement == "ray":
             return False
-        if self.rollout.devices is None:
-            return True
-        numbers = [device.partition(":")[2] for group in device_groups(self.rollout.devices) for device in group]
-        return any(number.isdigit() and int(number) < gpus for number in numbers)
+        return on_trainers_gpus(self.rollout.devices, gpus)
 
     def sharing(self, gpus: int) -> int:
         """Number of GPUs of one machine that share a copy of the frozen transformer."""
@@ -141,6 +138,15 @@ class PlannedRun:
     def with_rollout(self, **changes: Any) -> "PlannedRun":
         """The same run with other fields of ``actor_rollout_ref.rollout``."""
         return replace(self, rollout=replace(self.rollout, **changes))
+
+
+def on_trainers_gpus(devices: list[str] | None, gpus: int) -> bool:
+    """Return true if engines on ``devices`` take memory of the trainer's ``gpus`` GPUs, as those without devices of
+    their own do."""
+    if devices is None:
+        return True
+    numbers = [device.partition(":")[2] for group in device_groups(devices) for device in group]
+    return any(number.isdigit() and int(number) < gpus for number in numbers)
 
 
 def adamw_moments(optimizer: str, parameters: int, itemsize: int) -> int:

@@ -30,9 +30,9 @@ def describe(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int] = (), reward:
         f"{(1 - MARGIN) * gpus.gigabytes:.1f} GiB ({gpus.gigabytes:g} less a margin of {MARGIN:.0%})"
     )
     largest = plan.largest_micro_batch(plan.run, gpus)
-    if largest:
+    if largest and plan.run.learns_images:
         lines.append(f"Largest micro-batch that fits: ppo_micro_batch_rows={largest}")
-    else:
+    elif not largest:
         # Then weights alone are too many, and the changes below have to help.
         lines.append("No micro-batch fits, not even one row")
     changed = plan
@@ -88,7 +88,9 @@ def _heading(plan: MemoryPlan) -> list[str]:
         f"{run.rollout.forwards_in_words(clean=not run.records_steps)}, prompts of up to "
         f"{asked.max_sequence_length} tokens, {'guidance' if asked.true_cfg_scale > 1 else 'no guidance'}; engine "
         f"{run.rollout.name}, {run.rollout.dtype}",
-        f"Micro-batch: {run.micro_rows(1)} rows, {run.rows_per_image} an image; activations are {recompute}",
+        f"Micro-batch: {run.micro_rows(1)} rows, {run.rows_per_image} an image; activations are {recompute}"
+        if run.learns_images
+        else "The image model does not learn",
         *_writer(plan),
     ]
 
@@ -143,7 +145,7 @@ def _time(plan: MemoryPlan, gpus: Gpus, of: str) -> str:
 
 def _split(plan: MemoryPlan, gpus: Gpus, trainers: Sequence[int], reward: float) -> list[str]:
     """Compare taking turns on all GPUs with engines one batch ahead on some of them; nothing for one GPU, nor for
-    scouts that are drawn again or with a prompt writer, which no engine does ahead."""
+    scouts that are drawn again, nor with a prompt writer, whose time is not known."""
     if gpus.count < 2 or plan.run.rollout.scout.redraw or plan.writer is not None:
         return []
     flops = step_flops(plan)

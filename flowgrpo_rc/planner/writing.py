@@ -12,8 +12,10 @@ from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.lora import adapter_parameters, attach_lora
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.live_bytes import LiveBytes
+from flowgrpo_rc.planner.machines import ENGINE_RUNTIME
 from flowgrpo_rc.planner.pipeline import PlanError, bytes_of, parameters_of, replace_tensors
-from flowgrpo_rc.planner.settings import adamw_moments
+from flowgrpo_rc.planner.settings import adamw_moments, on_trainers_gpus
+from flowgrpo_rc.rollout.config import IN_TRAINER
 from flowgrpo_rc.writer.config import PromptWriterConfig
 from flowgrpo_rc.writer.engine import SeededSampler
 from flowgrpo_rc.writer.language import (
@@ -45,20 +47,24 @@ class WriterPlan:
         self.parameters = parameters_of(self._actor) - lora
         """Parameters without the LoRA."""
         self._lora = 4 * lora  # in float32
-        moments = 0 if config.learns == "images" else adamw_moments(config.actor.optim.name, lora, 4)
-        self.resident = {
-            "prompt writer": bytes_of(self._actor) - self._lora,
-            "its engine's copy": 0 if self._elsewhere else bytes_of(self._engine),
-            "its LoRA and AdamW's moments": self._lora + moments,
-        }
-        """Resident bytes, by component."""
+        self._moments = 0 if config.learns == "images" else adamw_moments(config.actor.optim.name, lora, 4)
         self._sampling = cache(self._measure_sampling)
         self._update = cache(self._measure_update)
 
-    def stages(self, rewrites: int) -> dict[str, int]:
+    def resident(self, gpus: int) -> dict[str, int]:
+        """Resident bytes on one of the trainer's ``gpus`` GPUs, by component."""
+        runtime = ENGINE_RUNTIME if self.config.engine.placement != IN_TRAINER else 0
+        return {
+            "prompt writer": bytes_of(self._actor) - self._lora,
+            "its engine": bytes_of(self._engine) + runtime if self._engine_is_here(gpus) else 0,
+            "its LoRA and AdamW's moments": self._lora + self._moments,
+            "average of its LoRA": self._lora if self.config.actor.ema_decay is not None else 0,
+        }
+
+    def stages(self, rewrites: int, gpus: int) -> dict[str, int]:
         """Bytes that each stage adds, with so many rewrites in a step on one GPU."""
         stages = {}
-        if not self._elsewhere:
+        if self._engine_is_here(gpus):
             stages["writing"] = self._sampling(min(self.config.engine.micro_batch_size, rewrites))
         if self.config.learns != "images":
             rows = min(self.config.actor.ppo_micro_batch_size_per_gpu, rewrites)
@@ -66,10 +72,8 @@ class WriterPlan:
             stages["writer's update"] = max(self._update(rows), 2 * self._lora)
         return stages
 
-    @property
-    def _elsewhere(self) -> bool:
-        """The engine has devices of its own."""
-        return self.config.engine.devices is not None
+    def _engine_is_here(self, gpus: int) -> bool:
+        return on_trainers_gpus(self.config.engine.devices, gpus)
 
     def _network(self, dtype: str, lora_dtype: str) -> Any:
         from transformers import AutoModelForCausalLM

@@ -642,8 +642,8 @@ def device_groups(devices: list[str], field: str = f"{_HERE}.devices") -> list[t
     for device in named:
         if not _DEVICE.fullmatch(device):
             raise ValueError(
-                f"{field}: got {device!r}; a device is cpu or a kind and a number, e.g. cuda:2, and an engine on "
-                f"several of them is cuda:2{JOINED}cuda:3"
+                f"{field}: got {device!r}; a device is cpu or a kind and a number, e.g. cuda:2, and a vllm_omni engine "
+                f"on several of them is cuda:2{JOINED}cuda:3"
             )
         if device != "cpu" and named.count(device) > 1:
             raise ValueError(f"{field}: names {device} twice; two engines would share its memory, so give each its own")

@@ -275,6 +275,12 @@ class FlowGRPOConfig(Section):
                 f"reward.normalization: got {self.reward.normalization} with a prompt writer, which learns from the "
                 "weighted sum of the rewards as they are; set it to null"
             )
+        shared = set(self.algorithm.prompt_writer.engine.devices or ()) & set(rollout.devices or ()) - {"cpu"}
+        if shared:
+            yield (
+                f"algorithm.prompt_writer.engine.devices: names {', '.join(sorted(shared))}, as "
+                "actor_rollout_ref.rollout.devices does; two engines would share its memory, so give each its own"
+            )
         if rollout.scout.n and self.algorithm.prompt_writer.learns == "writer":
             yield (
                 f"actor_rollout_ref.rollout.scout.n: got {rollout.scout.n} with prompt_writer.learns=writer, where no "
@@ -328,7 +334,7 @@ class FlowGRPOConfig(Section):
                     f"{name}: got auto, which follows what the probe measures; set "
                     "actor_rollout_ref.rollout.probe.images to 1 or more"
                 )
-        if not rollout.calculate_log_probs and not objective.clean:
+        if not rollout.calculate_log_probs and self.records_steps:
             yield (
                 "actor_rollout_ref.rollout.calculate_log_probs: got False; the rollout/training gap is measured from "
                 "these log-probs, so leave it true"
@@ -348,20 +354,21 @@ class FlowGRPOConfig(Section):
                 )
         if self.data.preferences:
             yield from self._preference_problems(rollout)
-        if objective.clean and rollout.algo.init_same_noise:
+        without_steps = f"loss_mode={loss.loss_mode}" if objective.clean else "prompt_writer.learns=writer"
+        if not self.records_steps and rollout.algo.init_same_noise:
             yield (
-                f"actor_rollout_ref.rollout.algo.init_same_noise: got true with loss_mode={loss.loss_mode}, whose "
+                f"actor_rollout_ref.rollout.algo.init_same_noise: got true with {without_steps}, whose "
                 "rollouts have no stochastic step, so that all images of a prompt would be the same; set it to false"
             )
         whole = rollout.window.size == rollout.pipeline.num_inference_steps
-        if rollout.cache.name is not None and whole and not objective.clean and not rollout.cache.in_window:
+        if rollout.cache.name is not None and whole and self.records_steps and not rollout.cache.in_window:
             yield (
                 f"actor_rollout_ref.rollout.cache.name: got {rollout.cache.name} with a window of all steps, outside "
                 "of which nothing is left to cache; set it to null, cache.in_window=true, or a shorter window"
             )
-        if objective.clean and self.algorithm.rejection_aware_baseline:
+        if not self.records_steps and self.algorithm.rejection_aware_baseline:
             yield (
-                f"algorithm.rejection_aware_baseline: got true with loss_mode={loss.loss_mode}, whose images are "
+                f"algorithm.rejection_aware_baseline: got true with {without_steps}, whose images are "
                 "compared with no engine's log-probs before the advantages; set it to false"
             )
         sde_type = rollout.algo.sde_type
@@ -424,10 +431,12 @@ class FlowGRPOConfig(Section):
         """Seconds that a process waits for the others: ``nccl_timeout``, or until all that one of them starts is up."""
         rollout = self.actor_rollout_ref.rollout
         server = self.reward.reward_model
+        writer = self.algorithm.prompt_writer
         starts = [
             (rollout.is_elsewhere, rollout.process),
             (rollout.name == "vllm_omni", rollout.vllm_omni),
             (server.enable, server),
+            (writer.path is not None and writer.engine.placement != IN_TRAINER, writer.engine.process),
         ]
         # A process that waits in a collective would end the run before the start's own message comes.
         longest = [one.start_timeout_s + 60 for starts_here, one in starts if starts_here]

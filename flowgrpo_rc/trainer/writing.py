@@ -66,8 +66,8 @@ class Rewrites:
 
 
 class PromptWriting:
-    """Language model, engine and actor of ``algorithm.prompt_writer``. The engine's adapter is as old as that of the
-    images' engine.
+    """Language model, engine and actor of ``algorithm.prompt_writer``. The engine's adapter is as many batches old as
+    that of the image engine (``rollout.ahead``, ``adapter_lag``).
 
     A rewrite's score is the mean reward of its images less ``request_penalty``, compared within its request. One that
     is empty or did not end gets the lowest score of its request. The images themselves are compared within their
@@ -94,7 +94,11 @@ class PromptWriting:
         torch.manual_seed(config.trainer.seed)
         self.engine = self._make_engine(config, accelerator.device, share)
         torch.manual_seed(config.trainer.seed)
-        self.actor = WriterActor(self.language, total_steps * config.mini_batches * self.config.actor.ppo_epochs)
+        try:
+            self.actor = WriterActor(self.language, total_steps * config.mini_batches * self.config.actor.ppo_epochs)
+        except BaseException:
+            self.engine.close()
+            raise
         rollout = config.actor_rollout_ref.rollout
         # Requests are written when they are made, wherever the images' engine is.
         self.adapter = AdapterSync(self.engine, self.actor, rollout.staleness, rollout.ahead)
@@ -102,9 +106,8 @@ class PromptWriting:
     def _make_engine(self, config: FlowGRPOConfig, device: Any, share: Share) -> SamplesTokens:
         if self.config.engine.placement == IN_TRAINER:
             return WriterEngine(self.language)
-        parts = config.actor_rollout_ref
-        tf32 = parts.model.allow_tf32
-        return WriterProcesses(self.config, device, share, parts.rollout.process, allow_tf32=tf32)
+        tf32 = config.actor_rollout_ref.model.allow_tf32
+        return WriterProcesses(self.config, device, share, allow_tf32=tf32)
 
     def push(self, version: int) -> None:
         """Give the engine the adapter for the batch that it writes next; raises ``RolloutSyncError`` if it does not

@@ -10,7 +10,7 @@ from flowgrpo_rc.actor.config import DiffusionLossConfig, OptimizerConfig, read_
 from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
-from flowgrpo_rc.rollout.config import IN_TRAINER, JOINED, device_groups
+from flowgrpo_rc.rollout.config import IN_TRAINER, JOINED, EngineTimeouts, device_groups
 from flowgrpo_rc.section import (
     Check,
     NonNegativeFloat,
@@ -104,6 +104,15 @@ class WriterActorConfig(Section):
 
 @documented_fields
 @dataclass(kw_only=True, slots=True)
+class WriterProcessConfig(EngineTimeouts):
+    """The section ``prompt_writer.engine.process``: time limits after which an engine's process is ended and started
+    again."""
+
+    section = f"{_HERE}.engine.process"
+
+
+@documented_fields
+@dataclass(kw_only=True, slots=True)
 class WriterEngineConfig(Section):
     """The section ``prompt_writer.engine``: how rewrites are sampled."""
 
@@ -115,10 +124,11 @@ class WriterEngineConfig(Section):
     """Rewrites that one forward writes."""
     placement: Annotated[str, one_of((IN_TRAINER, "process"))] = IN_TRAINER
     """Place of the engine: ``trainer`` has it beside the actor, on its device; ``process`` has processes of their own
-    on this machine, one for each of ``devices``, with the time limits of ``rollout.process``."""
+    on this machine, one for each of ``devices``."""
     devices: list[str] | None = None
     """With ``placement=process``, the device of each engine, e.g. ``[cuda:6,cuda:7]``, which several trainer processes
     of a machine share out. Null is one engine on the trainer's own device."""
+    process: WriterProcessConfig = field(default_factory=WriterProcessConfig)
 
     def problems(self) -> Iterator[str]:
         """Devices that no engine has."""
@@ -126,9 +136,10 @@ class WriterEngineConfig(Section):
             return
         if self.placement == IN_TRAINER:
             yield f"devices: got {self.devices} with placement=trainer; clear it, or set placement=process"
-        yield from complaints(device_groups, self.devices, f"{self.section}.devices", within=self.section)
         if JOINED in "".join(self.devices):
-            yield f"devices: got {', '.join(self.devices)}; an engine of prompts computes on one device"
+            yield f"devices: got {', '.join(self.devices)}; an engine of prompts computes on one device, e.g. cuda:2"
+            return
+        yield from complaints(device_groups, self.devices, f"{self.section}.devices", within=self.section)
 
 
 @documented_fields

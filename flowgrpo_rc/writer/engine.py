@@ -127,14 +127,14 @@ class WriterEngine:
 
     Args:
         language: the model.
-        alone: no actor learns in this process, so that the engine takes the model's own network; else create the engine
-            before the actor attaches its adapter.
+        alone: no actor learns in this process, so that the engine takes the model's own network, in its dtype; else
+            create the engine before the actor attaches its adapter.
     """
 
     def __init__(self, language: LanguageModel, *, alone: bool = False) -> None:
         self._language = language
         dtype = torch_dtype(language.config.engine.dtype)
-        self.network: Any = language.in_dtype(dtype, copied=not alone)
+        self.network: Any = language.network if alone else language.copy_of_base(dtype)
         language.attach(self.network, ADAPTER, dtype, dtype)
         self.network.requires_grad_(False).eval()
         activate(self.network, None)
@@ -171,8 +171,9 @@ class WriterEngine:
             for rows in torch.arange(len(asked)).split(config.engine.micro_batch_size):
                 chosen = rows.tolist()
                 sampler = SeededSampler([seeds[row] for row in chosen], config.max_new_tokens)
-                tokens += self._generate([asked[row] for row in chosen], sampler)
-                log_probs += sampler.recorded()
+                # Copies: a row that is sent as a view would take all others with it.
+                tokens += [row.clone() for row in self._generate([asked[row] for row in chosen], sampler)]
+                log_probs += [row.clone() for row in sampler.recorded()]
         return Sampled(tokens, log_probs, self.adapter_version, self._held_digest())
 
     def close(self) -> None:

@@ -137,9 +137,10 @@ def describe_network(path: str) -> Any:
 
 
 class LanguageModel:
-    """A causal language model, frozen, with the tokenizer of its folder; raises as ``RequestTokens``."""
+    """A causal language model, frozen, with the tokenizer of its folder; raises as ``RequestTokens``. ``dtype`` rounds
+    it further than ``config.dtype`` does."""
 
-    def __init__(self, config: PromptWriterConfig, device: Any) -> None:
+    def __init__(self, config: PromptWriterConfig, device: Any, dtype: torch.dtype | None = None) -> None:
         from transformers import AutoModelForCausalLM
 
         self.config = config
@@ -147,6 +148,8 @@ class LanguageModel:
         self.tokens = RequestTokens(config)
         with quiet_loading("transformers"):
             network: Any = AutoModelForCausalLM.from_pretrained(self.tokens.folder, dtype=torch_dtype(config.dtype))
+        if dtype is not None:
+            self._round(network, dtype)
         self.network: Any = network.requires_grad_(False).eval().to(self.device)
 
     @property
@@ -154,15 +157,18 @@ class LanguageModel:
         """Layers that get the adapter where ``target_modules`` is null."""
         return default_lora_targets(self.network)
 
-    def in_dtype(self, dtype: torch.dtype, *, copied: bool) -> nn.Module:
-        """The network in ``dtype``, or a second one; ask for it before an adapter is attached."""
-        network = copy.deepcopy(self.network) if copied else self.network
+    def copy_of_base(self, dtype: torch.dtype) -> nn.Module:
+        """A second network in ``dtype``; make it before an adapter is attached."""
+        network = copy.deepcopy(self.network)
+        self._round(network, dtype)
+        return network
+
+    def _round(self, network: nn.Module, dtype: torch.dtype) -> None:
         held = torch_dtype(self.config.dtype)
         # Not buffers: rotary frequencies stay in float32, as transformers loads them.
         for parameter in network.parameters():
             if parameter.dtype == held:
                 parameter.data = parameter.data.to(dtype)
-        return network
 
     def attach(self, network: nn.Module, adapter: str, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         """Add the adapter of the configuration to ``network``; see ``attach_lora``."""

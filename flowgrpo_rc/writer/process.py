@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.dtypes import set_tf32
+from flowgrpo_rc.dtypes import set_tf32, torch_dtype
 from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutSyncError
-from flowgrpo_rc.rollout.config import EngineTimeouts, Share
+from flowgrpo_rc.models.lora import AdapterMismatchError
+from flowgrpo_rc.rollout.config import Share
 from flowgrpo_rc.rollout.process import EngineProcess, check_devices, engine_environment, own_groups
 from flowgrpo_rc.transfers import to_host
 from flowgrpo_rc.writer.config import PromptWriterConfig
@@ -29,29 +30,27 @@ def check_writer_devices(config: PromptWriterConfig, share: Share) -> None:
 def engine_alone(config: PromptWriterConfig, device: str, allow_tf32: bool) -> WriterEngine:
     """The engine in a process without an actor, whose network it takes."""
     set_tf32(allow_tf32)
-    return WriterEngine(LanguageModel(config, device), alone=True)
+    # Rounded on the host, so that the device never holds the network in two precisions.
+    return WriterEngine(LanguageModel(config, device, dtype=torch_dtype(config.engine.dtype)), alone=True)
 
 
 class WriterProcesses:
-    """A ``SamplesTokens`` of engines in processes, which the micro-batches of a request are dealt to.
+    """A ``SamplesTokens`` of engines in processes, which share out the micro-batches of a call.
 
-    The numbers are those of one engine in the trainer's process on the same kind of device. An engine that is lost is
-    started again and does its part again, once in a call.
+    On the same kind of device the numbers are those of one engine in the trainer's process. An engine that is lost
+    starts again and repeats its micro-batch; if it is lost again at once, the call raises.
 
     Args:
         config: the section ``algorithm.prompt_writer``.
         device: the trainer's device, which serves where ``engine.devices`` is null.
         share: which of the trainer processes of this machine this one is.
-        timeouts: when an engine counts as lost.
         allow_tf32: as ``actor_rollout_ref.model.allow_tf32``.
 
     Raises:
         RolloutError: an engine does not start.
     """
 
-    def __init__(
-        self, config: PromptWriterConfig, device: Any, share: Share, timeouts: EngineTimeouts, *, allow_tf32: bool
-    ) -> None:
+    def __init__(self, config: PromptWriterConfig, device: Any, share: Share, *, allow_tf32: bool) -> None:
         self._engine = config.engine
         devices = [own for (own,) in own_groups(config.engine.devices, share, FIELD)] or [str(device)]
         # With another number of threads the last bits differ.
@@ -62,15 +61,16 @@ class WriterProcesses:
                 "flowgrpo_rc.writer.process:engine_alone",
                 *(config, "cuda:0" if own.startswith("cuda") else own, allow_tf32),
                 environment=engine_environment(own) | threads,
-                timeouts=timeouts,
+                timeouts=config.engine.process,
             )
             for place, own in enumerate(devices)
         ]
         # The adapter that was given last, which an engine that starts again gets.
         self._given: tuple[Mapping[str, Tensor], int] | None = None
+        self._closed = False
         self._threads = ThreadPoolExecutor(len(self._handles))
         try:
-            list(self._threads.map(EngineProcess.start, self._handles))
+            list(self._threads.map(self._start, self._handles))
         except BaseException:
             self.close()
             raise
@@ -82,9 +82,11 @@ class WriterProcesses:
             RolloutError: an engine is lost, and again after a new start.
             RolloutSyncError: engines hold different adapters.
         """
-        self._given = (to_host(state), version)
-        digests = list(self._threads.map(self._sync, self._handles))
-        return _only(digests)
+        dtype = torch_dtype(self._engine.dtype)
+        sent = to_host({name: tensor.detach().to(dtype) for name, tensor in state.items()})
+        # Copies: pickling a view would send all of its storage.
+        self._given = ({name: tensor.clone().contiguous() for name, tensor in sent.items()}, version)
+        return _only(list(self._threads.map(self._sync, self._handles)))
 
     def digest_of(self, state: Mapping[str, Tensor]) -> str:
         """As ``SamplesTokens.digest_of``."""
@@ -92,30 +94,37 @@ class WriterProcesses:
 
     def sample(self, asked: Sequence[list[int]], seeds: Sequence[int]) -> Sampled:
         """As ``SamplesTokens.sample``; raises as ``sync``."""
-        count = len(self._handles)
-        # Whole micro-batches, so that an engine pads the same rows together as one alone would.
+        # The micro-batches of one engine alone, so that the same rows are padded together.
         parts = [rows.tolist() for rows in torch.arange(len(asked)).split(self._engine.micro_batch_size)]
-        dealt = [[row for part in parts[place::count] for row in part] for place in range(count)]
-        used = [(handle, rows) for handle, rows in zip(self._handles, dealt, strict=True) if rows]
-        answers: list[Sampled] = list(
-            self._threads.map(
-                lambda one: self._call(one[0], "sample", [asked[i] for i in one[1]], [seeds[i] for i in one[1]]), used
-            )
-        )
-        places = {row: (part, i) for part, (_, rows) in enumerate(used) for i, row in enumerate(rows)}
-        ordered = [places[row] for row in range(len(asked))]
+        count = len(self._handles)
+
+        def share_of(place: int) -> list[Sampled]:
+            return [
+                self._call(self._handles[place], "sample", [asked[i] for i in rows], [seeds[i] for i in rows])
+                for rows in parts[place::count]
+            ]
+
+        shares = list(self._threads.map(share_of, range(count)))
+        answers = [shares[part % count][part // count] for part in range(len(parts))]
         return Sampled(
-            [answers[part].tokens[i] for part, i in ordered],
-            [answers[part].log_probs[i] for part, i in ordered],
+            [row for answer in answers for row in answer.tokens],
+            [row for answer in answers for row in answer.log_probs],
             _only([answer.adapter_version for answer in answers]),
             _only([answer.adapter_digest for answer in answers]),
         )
 
     def close(self) -> None:
         """End the processes."""
-        for handle in self._handles:
-            handle.close()
+        self._closed = True
+        with ThreadPoolExecutor(len(self._handles)) as closing:
+            list(closing.map(EngineProcess.close, self._handles))
         self._threads.shutdown()
+
+    def _start(self, handle: EngineProcess) -> None:
+        try:
+            handle.start()
+        except RolloutError as error:
+            raise RolloutError(f"{handle.name} does not start: {error}") from error
 
     def _sync(self, handle: EngineProcess) -> str:
         assert self._given is not None
@@ -126,6 +135,8 @@ class WriterProcesses:
             try:
                 return handle.call(method, *arguments)
             except EngineLostError as error:
+                if self._closed:
+                    raise
                 warnings.warn(f"{handle.name} is started anew: {one_line(error)}", stacklevel=2)
                 handle.start()
                 if method != "sync" and self._given is not None:
@@ -133,6 +144,8 @@ class WriterProcesses:
                 return handle.call(method, *arguments)
         except EngineLostError as error:
             raise RolloutError(f"{handle.name}, which was started anew, is lost again: {one_line(error)}") from error
+        except (RolloutError, AdapterMismatchError) as error:
+            raise type(error)(f"{handle.name}: {error}") from error
 
 
 def _only(values: Sequence[Any]) -> Any:

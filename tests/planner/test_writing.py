@@ -13,7 +13,7 @@ from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
 from flowgrpo_rc.planner import writing
 from flowgrpo_rc.planner.live_bytes import LiveBytes
-from flowgrpo_rc.planner.machines import Gpus
+from flowgrpo_rc.planner.machines import ENGINE_RUNTIME, Gpus
 from flowgrpo_rc.planner.memory import TEXT_ENCODERS
 from flowgrpo_rc.planner.pipeline import PlanError
 from flowgrpo_rc.planner.text import describe
@@ -61,12 +61,12 @@ def test_memory_is_that_of_a_real_step(monkeypatch):
     lora = list(adapter_parameters(actor.network).values())
     held = sum(value.nbytes for network in (actor.network, engine.network) for value in network.parameters())
     held += sum(value.nbytes for network in (actor.network, engine.network) for value in network.buffers())
-    assert sum(plan.resident.values()) == held + 2 * sum(value.nbytes for value in lora)
+    assert sum(plan.resident(1).values()) == held + 2 * sum(value.nbytes for value in lora)
     assert plan.parameters == sum(p.numel() for p in actor.network.parameters()) - sum(value.numel() for value in lora)
 
     engine.sync(adapter_state(actor.network), 0)
     wrote = peak_of(engine.network, lambda: engine.write(["forty-two"] * 8, list(range(8))))
-    stages = plan.stages(8)
+    stages = plan.stages(8, 1)
     assert 0.9 * wrote < stages["writing"] < 1.1 * wrote
     batch = TensorDict(
         {
@@ -84,17 +84,22 @@ def test_memory_is_that_of_a_real_step(monkeypatch):
 
 def test_rows_are_those_of_a_step_at_most():
     plan = WriterPlan(config_of(engine={"micro_batch_size": 4}, actor={"ppo_micro_batch_size_per_gpu": 2}))
-    assert plan.stages(100) == plan.stages(4)
-    assert plan.stages(2)["writing"] < plan.stages(4)["writing"]
-    assert plan.stages(1)["writer's update"] < plan.stages(2)["writer's update"]
+    assert plan.stages(100, 1) == plan.stages(4, 1)
+    assert plan.stages(2, 1)["writing"] < plan.stages(4, 1)["writing"]
+    assert plan.stages(1, 1)["writer's update"] < plan.stages(2, 1)["writer's update"]
     recomputes = WriterPlan(config_of(actor={"enable_gradient_checkpointing": True}))
-    assert recomputes.stages(16)["writer's update"] < 0.8 * WriterPlan(config_of()).stages(16)["writer's update"]
-    assert recomputes.stages(16)["writing"] == WriterPlan(config_of()).stages(16)["writing"]
+    assert recomputes.stages(16, 1)["writer's update"] < 0.8 * WriterPlan(config_of()).stages(16, 1)["writer's update"]
+    assert recomputes.stages(16, 1)["writing"] == WriterPlan(config_of()).stages(16, 1)["writing"]
     elsewhere = WriterPlan(config_of(engine={"placement": "process", "devices": ["cuda:7"]}))
-    assert elsewhere.resident["its engine's copy"] == 0
-    assert list(elsewhere.stages(4)) == ["writer's update"]
+    assert elsewhere.resident(7)["its engine"] == 0
+    assert list(elsewhere.stages(4, 7)) == ["writer's update"]
+    # The eighth GPU is one of the trainer's, and the engine's process has a context there.
+    assert elsewhere.resident(8)["its engine"] == plan.resident(1)["its engine"] + ENGINE_RUNTIME
+    assert elsewhere.stages(4, 8)["writing"] == WriterPlan(config_of()).stages(4, 1)["writing"]
+    averages = WriterPlan(config_of(actor={"ema_decay": 0.9})).resident(1)
+    assert averages["average of its LoRA"] * 3 == averages["its LoRA and AdamW's moments"]
     frozen = WriterPlan(config_of(learns="images"))
-    assert list(frozen.stages(4)) == ["writing"]
+    assert list(frozen.stages(4, 1)) == ["writing"]
 
 
 @pytest.mark.slow
@@ -103,9 +108,9 @@ def test_a_model_of_real_size_needs_its_configuration_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
     plan = WriterPlan(replace(config_of(tmp_path), dtype="bfloat16", max_new_tokens=512))
     assert plan.parameters == 596_049_920
-    assert plan.resident["prompt writer"] == pytest.approx(2 * 596_049_920, rel=1e-5)
+    assert plan.resident(1)["prompt writer"] == pytest.approx(2 * 596_049_920, rel=1e-5)
     kept = 28 * 2 * 8 * 128 * (128 + 512) * 32 * 2
-    assert kept < plan.stages(32)["writing"] < kept + 5 * 32 * 151_936 * 8 + kept / 28 * 4
+    assert kept < plan.stages(32, 1)["writing"] < kept + 5 * 32 * 151_936 * 8 + kept / 28 * 4
 
 
 def test_settings_reach_the_plan():
@@ -125,7 +130,7 @@ def test_a_plan_holds_writer_and_text_encoders(plan, run):
     assert memory.stages.items() >= without.stages.items()
     assert memory.resident[TEXT_ENCODERS] == 1000
     assert memory.resident["prompt writer"] > 4 * 170_784
-    assert memory.stages["writing"] == plan.writer.stages(plan.run.prompts)["writing"]
+    assert memory.stages["writing"] == plan.writer.stages(plan.run.prompts, 1)["writing"]
     assert step_flops(plan).update > 0
     alone = copy(plan)
     alone.run = replace(run, writer=config_of(learns="writer"))

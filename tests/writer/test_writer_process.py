@@ -10,12 +10,12 @@ from test_writer import REQUESTS, config_of, writer_of
 
 from flowgrpo_rc.models.lora import adapter_state
 from flowgrpo_rc.rollout.base import RolloutError, RolloutSyncError
-from flowgrpo_rc.rollout.config import EngineTimeouts, Share
+from flowgrpo_rc.rollout.config import Share
 from flowgrpo_rc.writer import WriterProcesses
 from flowgrpo_rc.writer.engine import write
 from flowgrpo_rc.writer.process import _only, check_writer_devices
 
-TIMEOUTS = EngineTimeouts(start_timeout_s=120, request_timeout_s=120, sync_timeout_s=60)
+
 ROWS = [request for request in REQUESTS for _ in range(3)]
 
 
@@ -30,7 +30,7 @@ def test_two_processes_write_what_one_engine_here_writes():
     config = elsewhere(devices=["cpu", "cpu"])
     language, engine, actor = writer_of(config)
     here = write(engine, language.tokens, ROWS, range(len(ROWS)))
-    both = WriterProcesses(config, "cpu", Share(0, 1), TIMEOUTS, allow_tf32=False)
+    both = WriterProcesses(config, "cpu", Share(0, 1), allow_tf32=False)
     try:
         state = adapter_state(actor.network)
         assert both.sync(state, 3) == both.digest_of(state) == engine.digest_of(state)
