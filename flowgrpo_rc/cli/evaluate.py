@@ -19,8 +19,9 @@ from flowgrpo_rc.cli.results import make_folder, write_files
 
 WRITER = "writer"
 """The base image model with the prompts of the run's trained writer, and the run folder's folder of its adapter."""
-AVERAGE = "lora_ema"
 WRITER_AVERAGE = "writer_ema"
+"""The same with the average of the writer's adapter."""
+AVERAGE = "lora_ema"
 FILES = ("evaluation.json", "grid.png", "evaluation.html")
 
 
@@ -51,8 +52,14 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Draw, score, write and print; returns the exit code."""
     folders = _folders(arguments)
     config = _configuration(arguments)
+    start = config.actor_rollout_ref.model.lora_adapter_path
+    if start and config.algorithm.prompt_writer.learns_alone:
+        # The image model of such a run has the LoRA that it started from.
+        folders.setdefault("lora", lora_folder(Path(start).expanduser(), average=False))
+    config.actor_rollout_ref.model.lora_adapter_path = None
+    writers = _writer_folders(arguments, config)
     rewards = {**config.reward.weights(), **config.reward.observers()}
-    tolerances = _tolerances(arguments.tolerance, ["mean", *rewards], folders)
+    tolerances = _tolerances(arguments.tolerance, ["mean", *rewards], {**folders, **writers})
     make_folder(arguments.out)
     import numpy as np
 
@@ -64,28 +71,28 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     updates = _updates(folders, config.actor_rollout_ref.model)
     config.trainer.log_val_generations = comparison.SHOWN
-    writer = _writer_folder(arguments, config)
     arguments.phase = LOADING
     run = Run(config, str(arguments.out), trains=False)
     arguments.phase = TRAINING
     is_main = run.accelerator.is_main_process
     count = len(run.val_prompts)
     try:
-        if writer is not None and run.writer is not None:
-            # Before images of the base are drawn.
-            run.writer.check_base(writer)
+        if run.writer is not None:
+            for folder in writers.values():
+                # Before images of the base are drawn.
+                run.writer.check_base(folder)
         own = adapter_state(run.actor.transformer)
         models = []
-        drawn = {BASE: {}} | ({} if writer is None else {WRITER: {}}) | updates
+        drawn = {BASE: {}} | {name: {} for name in writers} | updates
         for version, (name, update) in enumerate(drawn.items()):
             began = time.perf_counter()
             load_adapter_state(run.actor.transformer, padded_state(update, own))
             run.adapter.push(version)
             if run.writer is not None:
                 # The base draws what the untrained writer writes.
-                if writer is not None and name != BASE:
-                    averaged = writer.with_name(WRITER_AVERAGE)
-                    run.writer.load(averaged if name == AVERAGE and averaged.is_dir() else writer)
+                if writers and name != BASE:
+                    averages = name in (AVERAGE, WRITER_AVERAGE)
+                    run.writer.load(writers.get(WRITER_AVERAGE if averages else WRITER, writers[WRITER]))
                 run.writer.push(version)
             found = validate(run, run.generate)
             # The first image of each prompt; a short list of prompts has more images than prompts.
@@ -148,20 +155,20 @@ def _folders(arguments: argparse.Namespace) -> dict[str, Path]:
             folders[AVERAGE] = run / AVERAGE
     for text in arguments.lora:
         name, folder = _pair("--lora", text, "NAME=FOLDER")
-        if name in ("base", WRITER, *folders):
+        if name in ("base", WRITER, WRITER_AVERAGE, *folders):
             raise ValueError(f"--lora: the name {name!r} is taken already; give another")
         folders[name] = lora_folder(Path(folder).expanduser(), average=False)
     return folders
 
 
-def _writer_folder(arguments: argparse.Namespace, config: Any) -> Path | None:
-    """The adapter of the run's prompt writer; ``None`` where it has none or has not trained it."""
+def _writer_folders(arguments: argparse.Namespace, config: Any) -> dict[str, Path]:
+    """The adapter of the run's prompt writer and its average, by their names; empty where it has not trained any."""
     from flowgrpo_rc.trainer.writing import WRITER_FILE
 
     if arguments.run_dir is None or config.algorithm.prompt_writer.path is None:
-        return None
-    folder = arguments.run_dir / WRITER
-    return folder if (folder / WRITER_FILE).is_file() else None
+        return {}
+    folders = {name: arguments.run_dir / name for name in (WRITER, WRITER_AVERAGE)}
+    return {name: folder for name, folder in folders.items() if (folder / WRITER_FILE).is_file()}
 
 
 def _pair(option: str, text: str, form: str) -> tuple[str, str]:
@@ -207,7 +214,6 @@ def _configuration(arguments: argparse.Namespace) -> Any:
         rollout.val_kwargs.n = arguments.images
     # Each LoRA draws as soon as it is given.
     rollout.ahead = rollout.adapter_lag = 0
-    config.actor_rollout_ref.model.lora_adapter_path = None
     config.trainer.logger = []
     config.trainer.rollout_data_dir = config.trainer.validation_data_dir = None
     return config

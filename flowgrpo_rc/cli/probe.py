@@ -86,7 +86,11 @@ def run_command(arguments: argparse.Namespace) -> int:
             trainer.accelerator.wait_for_everyone()
         finally:
             trainer.run.close_engines()
-    verdicts = [result.advice.verdict] + ([] if tokens is None else [tokens.decisive.verdict])
+    writer = config.algorithm.prompt_writer
+    # Of the sides that learn.
+    verdicts = [] if writer.learns_alone else [result.advice.verdict]
+    if tokens is not None and writer.learns != "images":
+        verdicts.append(tokens.decisive.verdict)
     worst = max(verdicts, key=VERDICTS.index)
     return {"safe": 0, "not safe": NEGATIVE, "not shown safe": NOT_SHOWN_SAFE}[worst]
 
@@ -164,9 +168,10 @@ def report_of_tokens(found: Any, config: Any) -> str:
             f"{'bypass' if correction.bypass_mode else 'decoupled'}; {gap.images} rewrites, {gap.count} tokens",
             "",
             f"{'mean l':>10} {'mean |l|':>9} {'90 %':>9} {'largest':>9} {'KL nats':>8} {'clipped':>8} {'interval':>12} "
-            f"{'ESS of rewrites':>16}",
+            f"{'rejected':>9} {'ESS of rewrites':>16}",
             f"{gap.mean:10.1e} {gap.abs_mean:9.1e} {gap.abs_q90:9.1e} {gap.abs_max:9.1e} {gap.kl_nats:8.1e} "
-            f"{gap.clipped:8.0%} {f'{ends.low:.0%} to {ends.high:.0%}':>12} {found.effective_sample_size:16.3f}",
+            f"{gap.clipped:8.0%} {f'{ends.low:.0%} to {ends.high:.0%}':>12} {gap.rejected:9.0%} "
+            f"{found.effective_sample_size:16.3f}",
             "",
             "l = log pi_actor - log pi_engine of a token in nats, same weights; ESS: effective sample size of the "
             "weights of whole rewrites, as a share",

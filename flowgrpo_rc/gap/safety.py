@@ -107,6 +107,10 @@ it the drift decides: of two settings with .41 and .45 clipped, one lost .41 of 
 only their drift differed."""
 
 
+TOKEN_GAP_NOT_SAFE = 1.0
+"""Mean ``|log ratio|`` of a token in nats above which a language model's engine computes something else; customary."""
+
+
 def clip_not_safe(*, drift_known: bool) -> float:
     """Clipped share above which the probe judges a configuration not safe."""
     return CLIP_BESIDE_DRIFT if drift_known else LIMITS[CLIP].not_safe
@@ -384,9 +388,9 @@ def advise(
 
 
 def judge_all(
-    mode: ModeInForce, overall: StepGap, dimensions: int, drift: Drift | None = None, unit: str = "latent dimension"
+    mode: ModeInForce, overall: StepGap, dimensions: int, drift: Drift | None = None, *, of_tokens: bool = False
 ) -> dict[str, JudgedFigure]:
-    """Judge every figure that applies to this configuration; ``{figure: judged}``. ``unit`` names a dimension.
+    """Judge every figure that applies to this configuration; ``{figure: judged}``.
 
     The clip counts if it is centred at the engine's log-probs. Rejection and weights of 0 count if the configuration
     can produce them: a share that is 0 by construction needs no samples.
@@ -396,6 +400,7 @@ def judge_all(
     nats = overall.nats_interval
     # The limit holds for every latent size, so it is per dimension.
     scaled = Interval(nats.low / dimensions, nats.high / dimensions, nats.effective)
+    unit = "token" if of_tokens else "latent dimension"
     figures = {ENGINE_GAP: (f"mean |log ratio| per {unit}", overall.nats / dimensions, scaled)}
     if mode.limits_the_gap:
         figures[CLIP] = (_outside(mode), overall.clipped, overall.clipped_interval)
@@ -406,6 +411,8 @@ def judge_all(
         figures[ZEROED] = ("importance weights of 0", overall.zeroed, overall.zeroed_interval)
     limits = {name: LIMITS[name].not_safe_for(correction) for name in figures}
     limits[CLIP] = clip_not_safe(drift_known=drift is not None)
+    if of_tokens:
+        limits[ENGINE_GAP] = TOKEN_GAP_NOT_SAFE
     safe_below = dict(limits)
     if drift is not None:
         figures[DRIFT] = ("drift", drift.value, drift.interval)

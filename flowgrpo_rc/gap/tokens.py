@@ -60,4 +60,4 @@ def token_gap(mode: ModeInForce, log_ratio: Float[Tensor, "n T"], mask: Bool[Ten
     overall = step_gap(tokens, None)
     whole = gap.sum(1).exp()
     ess = float(whole.sum() ** 2 / whole.square().sum() / len(whole))
-    return TokenGap(overall, ess, tuple(judge_all(mode, overall, 1, unit="token").values()))
+    return TokenGap(overall, ess, tuple(judge_all(mode, overall, 1, of_tokens=True).values()))

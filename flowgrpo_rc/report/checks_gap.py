@@ -3,7 +3,15 @@
 from collections.abc import Callable
 from statistics import median
 
-from flowgrpo_rc.gap.safety import CLIP, CLIP_AT_TIMESTEP, ENGINE_GAP, LIMITS, may_calibrate_clip, widen_limit
+from flowgrpo_rc.gap.safety import (
+    CLIP,
+    CLIP_AT_TIMESTEP,
+    ENGINE_GAP,
+    LIMITS,
+    TOKEN_GAP_NOT_SAFE,
+    may_calibrate_clip,
+    widen_limit,
+)
 from flowgrpo_rc.report.check import Measure, Measurement, against_clip, checks, recent_max, recent_mean, span_words
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import WINDOW, History
@@ -118,7 +126,7 @@ GAP_LIMITS = {
     "gap_vs_clip": (HealthyRange(high=0.5, problem_high=0.8), None),
     "gap_timestep": (HealthyRange(high=1.0, problem_high=2.0), None),
     "staleness": (HealthyRange(high=0.5, problem_high=2.0), None),
-    "engine_gap": (figure_limits(ENGINE_GAP), HealthyRange(high=0.1, problem_high=1.0)),
+    "engine_gap": (figure_limits(ENGINE_GAP), HealthyRange(high=0.1, problem_high=TOKEN_GAP_NOT_SAFE)),
     "gap_growth": HealthyRange(high=2.0, problem_high=10.0),
     "gap_outliers": (HealthyRange(high=20.0), None),
     "float32_deviation": (HealthyRange(high=1e-6, problem_high=1e-4), None),

@@ -8,10 +8,11 @@ _HERE = "algorithm.prompt_writer"
 
 
 def gap_in_the_clip_band(history: History) -> Measurement | None:
-    """The mean gap of a token, in half widths of the clip band of ``token_loss``."""
+    """The mean gap of a token, in half widths of the clip band of ``token_loss``. With a lag staleness is part of the
+    gap, and nothing is measured."""
     series = history.require("writer/rollout_corr/logprob_abs_diff_mean")
     clip = history.setting(f"{_HERE}.actor.token_loss.clip_ratio")
-    if clip is None:
+    if clip is None or history.staleness:
         return None
     value = series.mean / clip
     says = f"the mean |log ratio| of a token is {number(value)} of clip_ratio={number(clip)} {span_words(series.span)}"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flowgrpo_rc.dtypes import set_tf32, torch_dtype
 from flowgrpo_rc.messages import one_line
-from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutSyncError
 from flowgrpo_rc.models.lora import AdapterMismatchError
+from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutSyncError
 from flowgrpo_rc.rollout.config import Share
 from flowgrpo_rc.rollout.process import EngineProcess, check_devices, engine_environment, own_groups
 from flowgrpo_rc.transfers import to_host

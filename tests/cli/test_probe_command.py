@@ -74,6 +74,8 @@ def test_a_prompt_writer_is_judged_beside_the_images(probe, tmp_path):
     assert code == 3
     assert "Verdict: SAFE (" in said
     assert "Verdict on tokens: NOT SAFE (outside clip_ratio=1e-06: " in said
+    # A writer that does not learn cannot be unsafe.
+    assert probe(*images, *settings, f"{writer}.actor.token_loss.clip_ratio=1e-6", f"{writer}.learns=images")[0] == 0
     saved = json.loads((tmp_path / "out" / "probe.json").read_text())
     assert saved["advice"]["verdict"] == "safe"
     assert saved["tokens"]["verdict"] == "not safe"

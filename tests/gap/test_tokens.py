@@ -29,6 +29,8 @@ def test_the_gap_is_that_of_the_tokens_alone():
     assert gap.abs_mean == pytest.approx(1.02 / 8)
     assert gap.abs_max == pytest.approx(0.5)
     assert gap.clipped == pytest.approx(2 / 8)
+    # The limit of SDE steps, .05, is not theirs.
+    assert [one.limit for one in found.judged] == [1.0, 0.25]
     assert (gap.rejected, gap.zeroed) == (0, 0)
     values = [0.1, -0.3, 0.0, 0.02, 0.5, -0.1, 0.0, 0.0]
     assert gap.kl_nats == pytest.approx(sum(math.exp(v) - 1 - v for v in values) / 8)

@@ -1,8 +1,10 @@
 """The prompt writer's engines in processes: the numbers of one in the trainer's process, also after a kill."""
 
 import os
+import pickle
 import signal
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,7 +16,6 @@ from flowgrpo_rc.rollout.config import Share
 from flowgrpo_rc.writer import WriterProcesses
 from flowgrpo_rc.writer.engine import write
 from flowgrpo_rc.writer.process import _only, check_writer_devices
-
 
 ROWS = [request for request in REQUESTS for _ in range(3)]
 
@@ -59,13 +60,41 @@ def test_two_processes_write_what_one_engine_here_writes():
         both.close()
 
 
+def test_what_is_sent_is_as_large_as_its_numbers(monkeypatch):
+    """Views of one block, as a GPU's adapter comes to the host, are not pickled with the whole block each."""
+    language, engine, actor = writer_of(elsewhere())
+    state = adapter_state(actor.network)
+    block = torch.cat([value.flatten() for value in state.values()])
+    parts = block.split([value.numel() for value in state.values()])
+    views = {name: part.view_as(value) for (name, value), part in zip(state.items(), parts, strict=True)}
+    both = WriterProcesses.__new__(WriterProcesses)
+    sent = []
+    both._engine, both._handles, both._threads = elsewhere(dtype="float32").engine, [None], ThreadPoolExecutor(1)
+    monkeypatch.setattr(WriterProcesses, "_call", lambda *given: sent.append(pickle.dumps(given[3:])) or "digest")
+    both.sync(views, 1)
+    assert len(sent[0]) < 4 * block.numel() + 600 * len(views)
+    answer = engine.sample([language.tokens.of(request) for request in ROWS], range(len(ROWS)))
+    numbers = sum(8 * len(row) + 4 * len(row) for row in answer.tokens)
+    assert len(pickle.dumps(answer)) < numbers + 2 * 300 * len(ROWS)
+
+
 def test_engines_that_hold_different_adapters_are_refused():
     assert _only(["a", "a"]) == "a"
     with pytest.raises(RolloutSyncError, match="engines of the prompt writer hold different adapters: a, b"):
         _only(["a", "b"])
 
 
-def test_devices_are_dealt_to_the_trainer_processes():
+def test_devices_are_dealt_to_the_trainer_processes(monkeypatch):
+    started = []
+    monkeypatch.setattr(WriterProcesses, "_start", lambda self, handle: started.append(handle.name))
+    config = elsewhere(devices=["cpu", "cpu", "cpu"])
+    for index, names in enumerate((["prompt writer 0 (cpu)", "prompt writer 2 (cpu)"], ["prompt writer 1 (cpu)"])):
+        started.clear()
+        WriterProcesses(config, "cpu", Share(index, 2), allow_tf32=False).close()
+        assert sorted(started) == names
+
+
+def test_devices_that_are_not_there_are_refused():
     config = elsewhere(devices=["cuda:97"])
     with pytest.raises(ValueError, match="algorithm.prompt_writer.engine.devices: got cuda:97, but this process sees"):
         check_writer_devices(config, Share(0, 1))
