@@ -18,7 +18,7 @@ from typing import Any
 
 from cheap_rollouts import FULL, PAGE, SHARED, TAIL, drawing, last_means
 from clean_objectives import EACH
-from hacking import HONEST
+from hacking import HONEST, TINY_CLIP
 from learning import COMMON, ROLLOUT
 from sd3_ground import MODEL
 from second_ocr import held_out_numbers, second_ocr
@@ -27,7 +27,7 @@ from training_runs import HERE, Study, by_seed, load, run_missing, study_argumen
 
 RESULTS = HERE / "results" / "cheap_rollouts_models.jsonl"
 STEPS = {"sd3": 60, "edit": 150}
-EDIT = HONEST["edit"] | {f"{ROLLOUT}.algo.sde_window_size": 2}
+EDIT = HONEST["edit"] | TINY_CLIP | {f"{ROLLOUT}.algo.sde_window_size": 2}
 MODELS = {"sd3": MODEL, "edit": EDIT}
 """Name -> settings over those of the demo."""
 SAMPLERS = {"full": FULL, "shared": FULL | SHARED, "tail": FULL | TAIL, "both": FULL | SHARED | TAIL}

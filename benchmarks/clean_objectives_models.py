@@ -19,7 +19,7 @@ from typing import Any
 from cheap_rollouts import FULL
 from cheap_rollouts_models import EDIT
 from clean_objectives import EACH, PAGE, objective
-from hacking import HONEST
+from hacking import HONEST, TINY_CLIP
 from learning import COMMON
 from sd3_ground import MODEL
 from second_ocr import held_out_numbers, second_ocr
@@ -28,8 +28,7 @@ from training_runs import HERE, Study, by_seed, load, run_missing, study_argumen
 
 RESULTS = HERE / "results" / "clean_objectives_models.jsonl"
 STEPS = 60
-CLIP = HONEST["clip_cosine"] | {"reward.clip_cosine.model_path": "asset:tiny_clip", "reward.clip_cosine.device": "cpu"}
-MODELS = {"sd3": MODEL, "clip": CLIP, "edit": EDIT}
+MODELS = {"sd3": MODEL, "clip": HONEST["clip_cosine"] | TINY_CLIP, "edit": EDIT}
 OBJECTIVES = {"flow_grpo": FULL, "awm": objective("awm"), "diffusion_nft": objective("diffusion_nft", mix_beta=0.1)}
 SETTINGS = {f"{model}_{name}": own | how for model, own in MODELS.items() for name, how in OBJECTIVES.items()}
 PARTS = ("ocr", "clip_cosine", "same_style")

@@ -41,10 +41,10 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 LOOKING = "reward.val_functions"
 
+TINY_CLIP: Overrides = {"reward.clip_cosine.model_path": "asset:tiny_clip", "reward.clip_cosine.device": "cpu"}
 COMMON: Overrides = {
     "reward.ocr.num_threads": 1,
-    "reward.clip_cosine.model_path": "asset:tiny_clip",
-    "reward.clip_cosine.device": "cpu",
+    **TINY_CLIP,
     f"{ROLLOUT}.val_kwargs.n": 4,
     "trainer.test_freq": 10,
     "trainer.save_freq": -1,
