@@ -31,7 +31,8 @@ STEPS = 60
 MODELS = {"sd3": MODEL, "clip": HONEST["clip_cosine"] | TINY_CLIP, "edit": EDIT}
 OBJECTIVES = {"flow_grpo": FULL, "awm": objective("awm"), "diffusion_nft": objective("diffusion_nft", mix_beta=0.1)}
 SETTINGS = {f"{model}_{name}": own | how for model, own in MODELS.items() for name, how in OBJECTIVES.items()}
-PARTS = ("ocr", "clip_cosine", "same_style")
+PARTS = {"sd3": ("ocr",), "clip": ("clip_cosine", "ocr"), "edit": ("ocr", "same_style")}
+"""Held-out figures of a model's table."""
 STATISTICS = ("luminance", "contrast", "saturation", "sharpness", "diversity")
 HEADER = (
     "| setting | held out before and after 30 and 60 batches, by seed | tesseract | velocity norm, last batch "
@@ -44,9 +45,12 @@ def after_training(folder: Path) -> dict[str, Any]:
     readings of the final images."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     validated = [row for row in rows if "val/reward/mean" in row]
-    parts = {part: {row["step"]: row.get(f"val/reward/{part}") for row in validated} for part in PARTS}
     found = {
-        "parts": {part: curve for part, curve in parts.items() if None not in curve.values()},
+        "parts": {
+            part: {row["step"]: row[f"val/reward/{part}"] for row in validated}
+            for part in sorted({part for parts in PARTS.values() for part in parts})
+            if f"val/reward/{part}" in validated[0]
+        },
         "statistics": [[row[f"val/images/{name}"] for name in STATISTICS] for row in (validated[0], validated[-1])],
         "velocity_norm": rows[-1]["actor/velocity_norm"],
     }
@@ -73,7 +77,7 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     for setting, group in runs.items():
         held_out = [
             f"{part}: {by_seed([run['parts'][part][step] for step in ('0', '30', '60')] for run in group)}"
-            for part in group[0]["parts"]
+            for part in PARTS[setting.partition("_")[0]]
         ]
         read = [run["drawn"]["tesseract_exact"] for run in group if "drawn" in run]
         before, after = (
