@@ -7,7 +7,8 @@
 the learning rate, and noise levels of .3 and more. ``awm_as_flow_grpo`` is the demo with another objective alone,
 ``flow_grpo_one_step`` has the optimizer settings of the others. ``awm_own_noise`` shares no noise among a prompt's
 images. ``awm_lag`` draws every batch with the adapter of eight batches before, ``awm_lag_1`` to ``_4`` of fewer;
-``..._corrected`` has importance weights. ``awm_shuffled`` deals the rewards to the wrong images. Each final adapter
+``..._corrected`` has importance weights, ``awm_lag_places`` of four places instead of two, ``awm_lag_own_noise`` of
+noise that images do not share. ``awm_shuffled`` deals the rewards to the wrong images. Each final adapter
 then draws the held-out numbers in plain diffusers for two OCR engines: the reward's, and tesseract (must be installed),
 which had no part in training.
 Resumable, as ``training_runs.py`` says.
@@ -75,6 +76,8 @@ SETTINGS: dict[str, Overrides] = {
     "awm_own_noise": objective("awm") | {f"{ACTOR}.clean.shared_noise": False},
     "awm_lag": objective("awm") | late(8),
     "awm_lag_corrected": objective("awm") | DECOUPLED_IS | late(8),
+    "awm_lag_places": objective("awm") | DECOUPLED_IS | late(8) | {f"{ACTOR}.clean.places": 4},
+    "awm_lag_own_noise": objective("awm") | DECOUPLED_IS | late(8) | {f"{ACTOR}.clean.shared_noise": False},
     "awm_lag_4": objective("awm") | late(4),
     "awm_lag_4_corrected": objective("awm") | DECOUPLED_IS | late(4),
     "awm_lag_2": objective("awm") | late(2),
