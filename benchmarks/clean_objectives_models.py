@@ -29,7 +29,12 @@ from training_runs import HERE, Study, by_seed, load, run_missing, study_argumen
 RESULTS = HERE / "results" / "clean_objectives_models.jsonl"
 STEPS = 60
 MODELS = {"sd3": MODEL, "clip": HONEST["clip_cosine"] | TINY_CLIP, "edit": EDIT}
-OBJECTIVES = {"flow_grpo": FULL, "awm": objective("awm"), "diffusion_nft": objective("diffusion_nft", mix_beta=0.1)}
+OBJECTIVES = {
+    "flow_grpo": FULL,
+    "awm": objective("awm"),
+    "diffusion_nft": objective("diffusion_nft", mix_beta=0.1),
+    "dpo": objective("dpo", dpo_beta=100.0),
+}
 SETTINGS = {f"{model}_{name}": own | how for model, own in MODELS.items() for name, how in OBJECTIVES.items()}
 PARTS = {"sd3": ("ocr",), "clip": ("clip_cosine", "ocr"), "edit": ("ocr", "same_style")}
 """Held-out figures of a model's table."""
