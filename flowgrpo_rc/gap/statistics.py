@@ -148,7 +148,9 @@ class SampledSteps:
         return SampledSteps(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
 
-def apply_limits(mode: ModeInForce, sample: GapSample, limits: Mapping[str, Tensor] | None = None) -> SampledSteps:
+def apply_limits(
+    mode: ModeInForce, sample: GapSample, limits: Mapping[str, Tensor] | None = None, mask: Tensor | None = None
+) -> SampledSteps:
     """Compare every sampled step with the objective's limit, and apply the correction.
 
     Args:
@@ -156,6 +158,7 @@ def apply_limits(mode: ModeInForce, sample: GapSample, limits: Mapping[str, Tens
         sample: with the divergence in closed form.
         limits: with ``clip_ratio=auto`` ``clip_widths (n, W)``, the half widths of the clip band; with
             ``rollout_rs_threshold=auto`` ``rollout_rs_bounds (n,)``.
+        mask: ``(n, W)``, true where a row has a step; ``None``: everywhere.
     """
     assert sample.kl is not None
     limits = limits or {}
@@ -166,6 +169,7 @@ def apply_limits(mode: ModeInForce, sample: GapSample, limits: Mapping[str, Tens
         # Only differences count: with the engine's log-probs at 0, the actor's are the gap.
         gap,
         torch.zeros_like(gap),
+        mask,
         config=mode.rollout_correction,
         rs_bounds=limits.get(Key.ROLLOUT_RS_BOUNDS),
     )

@@ -8,9 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowgrpo_rc.actor.mode import ModeInForce
-from flowgrpo_rc.correction import compute_rollout_correction
 from flowgrpo_rc.gap.safety import JudgedFigure, StepGap, decisive, judge_all
-from flowgrpo_rc.gap.statistics import SampledSteps, step_gap
+from flowgrpo_rc.gap.statistics import GapSample, apply_limits, step_gap
 
 
 @dataclass(frozen=True)
@@ -44,19 +43,11 @@ def token_gap(mode: ModeInForce, log_ratio: Float[Tensor, "n T"], mask: Bool[Ten
         mask: the tokens of each.
     """
     gap = torch.where(mask, log_ratio.double(), 0.0)
-    # Only differences count: with the engine's log-probs at 0, the actor's are the gap.
-    weights, keep, _ = compute_rollout_correction(gap, torch.zeros_like(gap), mask, config=mode.rollout_correction)
-    weights_act = weights is not None and mode.rollout_correction.weights_act
-    tokens = SampledSteps(
-        gap=gap,
-        nats=gap,
-        kl_nats=gap.exp() - 1 - gap,
-        size=gap.abs(),
-        beyond=mode.objective.limit.exceeded(gap, mode.diffusion_loss, None),
-        keep=keep.bool(),
-        zeroed=weights == 0 if weights_act else torch.zeros_like(mask),
-        image=torch.arange(len(gap))[:, None].expand(gap.shape),
-    ).part(mask)
+    ones = torch.ones_like(gap)
+    nothing = torch.zeros_like(gap)
+    # A token is a step of one dimension; the divergence is estimated by k3 under the engine.
+    sample = GapSample(nothing, gap, nothing, ones, ones, 1, gap.exp() - 1 - gap)
+    tokens = apply_limits(mode, sample, mask=mask).part(mask)
     overall = step_gap(tokens, None)
     whole = gap.sum(1).exp()
     ess = float(whole.sum() ** 2 / whole.square().sum() / len(whole))

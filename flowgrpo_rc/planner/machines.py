@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 GIB = 2**30
-# What CUDA's context, kernels and allocator take in the process of an engine.
+# CUDA's context, kernels and allocator in the process of an engine.
 ENGINE_RUNTIME = 1 * GIB
 # Share of a device's peak that large transformers reach in training; an assumption, stated wherever times are.
 UTILISATION = 0.4

@@ -176,13 +176,12 @@ class ProcessHandle(EngineProcess):
 
     def __init__(self, rollout: RolloutConfig, model: ModelConfig, device: str, number: int = 0) -> None:
         check_devices(device)
-        # With another number of threads the last bits differ.
-        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        inside, environment = on_one_device(device)
         super().__init__(
             f"process {number} ({device})",
             "flowgrpo_rc.rollout.build:build_engine_alone",
-            *(rollout, model, "cuda:0" if device.startswith("cuda") else device),
-            environment=engine_environment(device) | threads,
+            *(rollout, model, inside),
+            environment=environment,
             timeouts=rollout.process,
         )
 
@@ -223,6 +222,13 @@ def engine_environment(*devices: str) -> dict[str, str]:
         visible = visible_gpus()
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in gpus)
     return environment
+
+
+def on_one_device(device: str) -> tuple[str, dict[str, str]]:
+    """For a process that sees no GPU but ``device``: its name there, and the environment, with this process's number of
+    threads. With another number the last bits differ."""
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return "cuda:0" if device.startswith("cuda") else device, engine_environment(device) | threads
 
 
 def visible_gpus() -> list[str]:

@@ -236,7 +236,8 @@ def announcement(config: FlowGRPOConfig, rc: RolloutCorrectionConfig, root: Path
     )
     correction = [f"Rollout correction: {in_force(rc)}; guard: {rc.guard}"]
     if writer.learns_alone:
-        learned, correction = "the image model does not learn", []
+        learned = "the image model does not learn"
+        correction = []
     written = [] if writer.path is None else [writer.in_words(requests)]
     replay = config.algorithm.replay
     again = [f"Replay: {replay.in_words(requests // mini, rollout.staleness)}"] if replay.batches else []

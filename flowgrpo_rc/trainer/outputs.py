@@ -97,29 +97,34 @@ class RunOutputs:
             self._folder.append_to_timeline(line)
 
     def adapters(self, run: Run) -> list[Path]:
-        """Write the final adapter, and its average if there is one, with model cards; returns the files written."""
-        average = run.actor.averaged_state()
-        rows = self._folder.rows()
+        """Write the final adapters of the sides that learn, and their averages if there are some, those of the image
+        model with model cards; returns the files written."""
+        config = run.config.algorithm.prompt_writer
         written: list[Path] = []
-        folders = [self._folder.lora, *([] if average is None else [self._folder.lora_ema])]
-        for folder in [] if run.config.algorithm.prompt_writer.learns_alone else folders:
-            averaged = folder == self._folder.lora_ema
-            card = model_card(run.config, run.model, rows, len(run.train_prompts), averaged=averaged)
-            write = partial(_save, run, average if averaged else None, card)
-            with self.attempt(f"{folder}/"):
-                for moved in self._folder.replace_folder(folder, write, same_lora):
-                    self._alert(f"Moved aside in {self._folder.root}: {moved}")
-                written.append(folder / ADAPTER_FILE)
-        if run.writer is None or run.writer.config.learns == "images":
-            return written
-        averages = run.writer.actor.average is not None
-        for folder in [self._folder.writer, *([self._folder.writer_ema] if averages else [])]:
-            write = partial(run.writer.save, averaged=folder == self._folder.writer_ema)
-            with self.attempt(f"{folder}/"):
-                for moved in self._folder.replace_folder(folder, write, lambda *_: False):
-                    self._alert(f"Moved aside in {self._folder.root}: {moved}")
-                written.append(folder / WRITER_FILE)
+        if not config.learns_alone:
+            average = run.actor.averaged_state()
+            rows = self._folder.rows()
+            for folder in [self._folder.lora, *([] if average is None else [self._folder.lora_ema])]:
+                averaged = folder == self._folder.lora_ema
+                card = model_card(run.config, run.model, rows, len(run.train_prompts), averaged=averaged)
+                write = partial(_save, run, average if averaged else None, card)
+                written += self._adapter(folder, ADAPTER_FILE, write, same_lora)
+        if run.writer is not None and config.learns != "images":
+            averages = run.writer.actor.average is not None
+            for folder in [self._folder.writer, *([self._folder.writer_ema] if averages else [])]:
+                write = partial(run.writer.save, averaged=folder == self._folder.writer_ema)
+                written += self._adapter(folder, WRITER_FILE, write, lambda *_: False)
         return written
+
+    def _adapter(
+        self, folder: Path, file: str, write: Callable[[Path], None], same: Callable[[Path, Path], bool]
+    ) -> list[Path]:
+        """Replace a folder with an adapter; returns its file, or nothing where it could not be written."""
+        with self.attempt(f"{folder}/"):
+            for moved in self._folder.replace_folder(folder, write, same):
+                self._alert(f"Moved aside in {self._folder.root}: {moved}")
+            return [folder / file]
+        return []
 
     def pictures(self, history: History) -> list[Path]:
         """Draw the plots, the first and last grid side by side, and ``summary.png``; returns the files to look at."""

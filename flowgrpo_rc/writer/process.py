@@ -13,7 +13,7 @@ from flowgrpo_rc.messages import one_line
 from flowgrpo_rc.models.lora import AdapterMismatchError
 from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutSyncError
 from flowgrpo_rc.rollout.config import Share
-from flowgrpo_rc.rollout.process import EngineProcess, check_devices, engine_environment, own_groups
+from flowgrpo_rc.rollout.process import EngineProcess, check_devices, on_one_device, own_groups
 from flowgrpo_rc.transfers import to_host
 from flowgrpo_rc.writer.config import PromptWriterConfig
 from flowgrpo_rc.writer.engine import Sampled, WriterEngine, rounded_digest
@@ -37,7 +37,7 @@ def engine_alone(config: PromptWriterConfig, device: str, allow_tf32: bool) -> W
 class WriterProcesses:
     """A ``SamplesTokens`` of engines in processes, which share out the micro-batches of a call.
 
-    On the same kind of device the numbers are those of one engine in the trainer's process. An engine that is lost
+    The numbers are those of one engine in the trainer's process, on the same kind of device. An engine that is lost
     starts again and repeats its micro-batch; if it is lost again at once, the call raises.
 
     Args:
@@ -53,17 +53,16 @@ class WriterProcesses:
     def __init__(self, config: PromptWriterConfig, device: Any, share: Share, *, allow_tf32: bool) -> None:
         self._engine = config.engine
         devices = [own for (own,) in own_groups(config.engine.devices, share, FIELD)] or [str(device)]
-        # With another number of threads the last bits differ.
-        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        numbered = [(share.index + place * share.count, own, *on_one_device(own)) for place, own in enumerate(devices)]
         self._handles = [
             EngineProcess(
-                f"prompt writer {share.index + place * share.count} ({own})",
+                f"prompt writer {number} ({own})",
                 "flowgrpo_rc.writer.process:engine_alone",
-                *(config, "cuda:0" if own.startswith("cuda") else own, allow_tf32),
-                environment=engine_environment(own) | threads,
+                *(config, inside, allow_tf32),
+                environment=environment,
                 timeouts=config.engine.process,
             )
-            for place, own in enumerate(devices)
+            for number, own, inside, environment in numbered
         ]
         # The adapter that was given last, which an engine that starts again gets.
         self._given: tuple[Mapping[str, Tensor], int] | None = None

@@ -275,7 +275,8 @@ def test_the_prompt_writer_learns_with_verls_numbers(options: dict[str, object])
     old = actor.score(batch)
     mask, rollout = batch[Key.RESPONSE_MASK], batch[Key.ROLLOUT_LOG_PROBS]
     expected = theirs.compute_rollout_correction_and_rejection_mask(old.log_probs, rollout, mask, **options)
-    weights, kept = None if expected[0] is None else expected[0].batch["rollout_is_weights"], expected[1].bool()
+    weights = None if expected[0] is None else expected[0].batch["rollout_is_weights"]
+    kept = expected[1].bool()
     corrected, gap = actor.correct(batch, old)
     assert 0.2 < float(kept.sum() / mask.sum()) < 1
     assert torch.equal(corrected.keep & mask, kept)
