@@ -662,6 +662,10 @@ def test_a_decoupled_batch_without_its_correction_warns(rc):
     with pytest.warns(UserWarning, match="with bypass_mode=false, but data holds neither") as caught:
         run(make_config(rc=rc), new, data)
     assert Path(caught[0].filename) == Path(__file__)
+    tokens = {**data, "response_mask": torch.ones_like(new)}
+    with pytest.warns(UserWarning, match="hands it to flowgrpo_rc.token_loss") as caught:
+        run(make_config(), new, tokens)
+    assert Path(caught[0].filename) == Path(__file__)
     with pytest.warns(UserWarning, match="this loss is not corrected"):
         diffusion_loss_sums(make_config(rc=rc), {"log_probs": new}, data)
 

@@ -328,6 +328,22 @@ def test_a_writer_that_learned_alone_is_evaluated(small_config, tmp_path, capsys
 
 
 @pytest.mark.run
+def test_the_lora_that_a_writer_alone_started_from_is_evaluated(small_config, tmp_path, capsys):
+    """Its last validation is the row ``lora``: the image model has the start all along, and the base has not."""
+    start = FlowGRPOTrainer(small_config("actor_rollout_ref.actor.optim.lr=0.03", folder="start")).fit().root / "lora"
+    settings = (f"{WRITER}.learns=writer", f"actor_rollout_ref.model.lora_adapter_path={start}")
+    root = FlowGRPOTrainer(small_config(*REQUESTS[:2], *WITH, *settings)).fit().root
+    capsys.readouterr()
+    assert cli_main(["evaluate", "--run-dir", str(root), "--out", str(tmp_path / "out")]) == 0
+    table = json.loads((tmp_path / "out" / "evaluation.json").read_text())["table"]
+    means = {row["model"]: row["mean"] for row in table if row["score"] == "mean"}
+    rows = rows_of(root)
+    assert list(means) == ["base", "writer", "lora"]
+    assert means["lora"] == pytest.approx(rows[-1]["val/reward/mean"], abs=1e-6)
+    assert means["writer"] != means["lora"]
+
+
+@pytest.mark.run
 def test_the_probe_spreads_over_all_rewrites(small_config, monkeypatch):
     """Not over the first requests' alone."""
     probed = []
