@@ -132,6 +132,7 @@ def run_command(arguments: argparse.Namespace) -> int:
             print("\n".join(write_files(arguments.out, FILES, write, _read)))
         # A launcher ends all processes as soon as one exits with a code other than 0.
         run.accelerator.wait_for_everyone()
+        run.accelerator.end_training()
     finally:
         run.close_engines()
         run.end_rewards()

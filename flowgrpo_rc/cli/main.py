@@ -177,6 +177,7 @@ def _encode(arguments: argparse.Namespace) -> int:
     encoding = fill_store(loader.model, store, sets, accelerator)
     if accelerator.is_main_process:
         print(f"{encoding}\nStore: {store}")
+    accelerator.end_training()
     return 0
 
 

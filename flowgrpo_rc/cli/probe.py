@@ -84,6 +84,7 @@ def run_command(arguments: argparse.Namespace) -> int:
                 print("\n".join(write_result(arguments.out, result, tokens)))
             # A launcher ends all processes as soon as one exits with a code other than 0.
             trainer.accelerator.wait_for_everyone()
+            trainer.accelerator.end_training()
         finally:
             trainer.run.close_engines()
     writer = config.algorithm.prompt_writer

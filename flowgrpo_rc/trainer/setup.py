@@ -336,7 +336,11 @@ def build_actor(
 
 
 def make_accelerator(config: FlowGRPOConfig, **more: Any) -> Any:
-    """The ``Accelerator`` of a configuration; ``more`` are further arguments, as accelerate names them."""
+    """The ``Accelerator`` of a configuration; ``more`` are further arguments, as accelerate names them.
+
+    A command that succeeds calls its ``end_training`` last: a thread of gloo that still runs when Python ends can abort
+    the process.
+    """
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 

@@ -56,3 +56,4 @@ def test_two_processes_equal_one(runs, name, small_config):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    torch.distributed.destroy_process_group()

@@ -88,6 +88,7 @@ def _count_calls(rank, folder, port):
     count("probe", lambda: run_probe(trainer.probed_run(), 2))
     trainer.folder.close()
     (folder / f"rank_{rank}.json").write_text(json.dumps(found))
+    trainer.accelerator.end_training()
 
 
 @pytest.mark.process

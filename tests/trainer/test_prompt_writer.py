@@ -471,3 +471,4 @@ def test_two_processes_give_the_update_of_one(small_config, tmp_path):
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    torch.distributed.destroy_process_group()

@@ -588,3 +588,4 @@ def test_refused_runs_leave_no_folder(small_config, tmp_path, monkeypatch):
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    torch.distributed.destroy_process_group()

@@ -216,3 +216,4 @@ def test_what_cannot_be_sharded_is_refused(small_config, overrides, message):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    torch.distributed.destroy_process_group()
