@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.rollout.cache import CacheConfig
+from flowgrpo_rc.rollout.cache import CACHES, OF_VLLM_OMNI, CacheConfig
 from flowgrpo_rc.rollout.engines import ENGINES, QUANTIZATIONS
 from flowgrpo_rc.rollout.scout import ScoutConfig, ScoutEngineConfig
 from flowgrpo_rc.rollout.tail import TailConfig
@@ -394,10 +394,15 @@ class RolloutConfig(Section):
                 "scout.redraw: got true with algo.init_same_noise=true, with which a prompt's scouts would all be one "
                 "image; set one of them to false"
             )
-        if self.cache.name is not None and is_vllm_omni:
+        if self.cache.name in CACHES and is_vllm_omni:
             yield (
-                f"cache.name: got {self.cache.name} with name=vllm_omni; these are caches of diffusers, so set it to "
-                f"null or {_HERE}.name=diffusers"
+                f"cache.name: got {self.cache.name} with name=vllm_omni; {' and '.join(CACHES)} are caches of "
+                f"diffusers, so set it to null or {', '.join(OF_VLLM_OMNI)}, or {_HERE}.name=diffusers"
+            )
+        if self.cache.name in OF_VLLM_OMNI and not is_vllm_omni:
+            yield (
+                f"cache.name: got {self.cache.name} with name={self.name}; it is vllm-omni's, so choose one of "
+                f"{', '.join(CACHES)}, or {_HERE}.name=vllm_omni"
             )
         # The section alone takes 0, as validation has it; a run needs steps with a density.
         if self.algo.noise_level == 0:

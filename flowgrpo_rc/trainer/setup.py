@@ -185,7 +185,7 @@ class Run:
             check_kernels(scouts.quantization, torch_dtype(scouts.dtype), self.accelerator.device, where)
         _check_attention(config, pipeline_class, self.accelerator.device)
         if config.actor_rollout_ref.rollout.cache.name is not None:
-            config.actor_rollout_ref.rollout.cache.of_diffusers()  # its options; the engine checks the transformer
+            config.actor_rollout_ref.rollout.cache.checked()  # its options; the engine checks the transformer
         # Write the images of every rollout and of every validation; ``None`` if none are kept.
         self.rollout_dump, self.validation_dump = (
             None if folder is None else ImageDump(f"trainer.{field}", folder, self.accelerator)

@@ -181,6 +181,16 @@ def test_runs_that_have_none(more, message):
         compose("tiny_qwen_image_ocr", ["actor_rollout_ref.rollout.cache.name=first_block", *more.split()])
 
 
+def test_vllm_omnis_cache_is_not_one_of_diffusers():
+    with pytest.raises(
+        ValueError, match="got tea_cache with name=diffusers; it is vllm-omni's, so choose one of first"
+    ):
+        compose("tiny_qwen_image_ocr", ["actor_rollout_ref.rollout.cache.name=tea_cache"])
+    options = {"rel_l1_thresh": "0.5", "coefficients": [1, 2, 3, 4, 5]}
+    checked = CacheConfig(name="tea_cache", options=options).checked()
+    assert (checked.rel_l1_thresh, checked.coefficients) == (0.5, [1.0, 2.0, 3.0, 4.0, 5.0])
+
+
 @pytest.mark.run
 def test_a_run_with_a_cache_and_a_tail(small_config):
     """Micro-batches of uneven sizes, scored as they arrive."""

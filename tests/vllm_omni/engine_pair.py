@@ -79,8 +79,8 @@ def request_for(model, family=None, *, window=2, **settings):
     return rollout_cases.request_for(model, prompts, window=window, record_means=bool(window), **settings)
 
 
-def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, alpha=8, *, torch_compile=False):
-    """Both engines; the caller closes ``vllm``, whose blocks may be compiled. A start takes ten to twenty seconds."""
+def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, alpha=8, **settings):
+    """Both engines; the caller closes ``vllm``, which has further settings. A start takes ten to twenty seconds."""
     torch.set_num_threads(1)
     model = load_model(path)
     if family is not None:
@@ -92,8 +92,8 @@ def make_pair(path="asset:tiny_qwen_image", family=None, dtype=torch.float32, al
         name="vllm_omni",
         dtype=dtype_name(dtype),
         micro_batch_size=4,
-        torch_compile=torch_compile,
         vllm_omni=TIMEOUTS,
+        **settings,
     )
     vllm = VllmOmniEngine(rollout, model, lora, "cpu")
     diffusers = DiffusersEngine(model, lora, dtype=dtype, micro_batch_size=4, device="cpu")

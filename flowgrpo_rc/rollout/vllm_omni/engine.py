@@ -154,7 +154,7 @@ class VllmOmniHandle(EngineProcess):
     Raises:
         ImportError: vllm, vllm-omni or diffusers are not of the working set.
         ValueError: vllm-omni cannot draw this pipeline, or not without its missing parts, or gives a layer no adapter
-            that ``lora`` has one for; or a device is not there.
+            that ``lora`` has one for; it has no such cache for the pipeline; or a device is not there.
     """
 
     def __init__(
@@ -170,6 +170,7 @@ class VllmOmniHandle(EngineProcess):
         timeouts = timeouts or config.process
         check_versions()
         _check_pipeline(model, lora)
+        _check_cache(model, config)
         _check_devices(devices, config.vllm_omni.sleep)
         environment = engine_environment(*devices)
         if config.vllm_omni.sleep:
@@ -208,6 +209,20 @@ def _check_pipeline(model: DiffusionModel, lora: ModelConfig) -> None:
         raise ValueError(
             f"actor_rollout_ref.model.target_modules: {refused[0]} can have no adapter in vllm-omni, as can none of "
             f"{', '.join(patterns)}; leave them out, or use actor_rollout_ref.rollout.name=diffusers"
+        )
+
+
+def _check_cache(model: DiffusionModel, config: RolloutConfig) -> None:
+    """Refuse a cache that vllm-omni does not have for this pipeline, or its options."""
+    if config.cache.name is None:
+        return
+    config.cache.checked()
+    pipeline = type(model.pipe).__name__
+    if PIPELINES[pipeline].tea_cache is None:
+        cached = [name for name, entry in PIPELINES.items() if entry.tea_cache is not None]
+        raise ValueError(
+            f"{config.cache.section}.name: got {config.cache.name}, which vllm-omni has for {', '.join(cached)} but "
+            f"not for {pipeline}; set it to null"
         )
 
 

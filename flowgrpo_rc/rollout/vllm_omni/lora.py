@@ -180,7 +180,7 @@ class RolloutWorker(CustomPipelineWorkerExtension):
     model_runner: Any
     lora_manager: Any
 
-    def flowgrpo_prepare(self, vae_dtype: str, batch_guidance: bool) -> None:
+    def flowgrpo_prepare(self, vae_dtype: str, batch_guidance: bool, tea_cache: str | None) -> None:
         """Prepare the pipeline once, after loading. Raises ``RuntimeError`` if blocks that were to be compiled are not:
         vllm-omni would say so in its log, and go on."""
         asked = not self.model_runner.od_config.enforce_eager
@@ -190,7 +190,7 @@ class RolloutWorker(CustomPipelineWorkerExtension):
                 "actor_rollout_ref.rollout.torch_compile: got true, but vllm-omni has compiled no block of this "
                 "transformer; its log says why. Set it to false"
             )
-        self.model_runner.pipeline.prepare(vae_dtype, batch_guidance, self.lora_manager)
+        self.model_runner.pipeline.prepare(vae_dtype, batch_guidance, tea_cache, self.lora_manager)
 
     def flowgrpo_activate(self, request: Any) -> None:
         """Bind an adapter to the layers now; vllm-omni would bind it, and fail, at the first image only."""

@@ -19,9 +19,10 @@ from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.base import DiffusionModel, Prompts
 from flowgrpo_rc.rollout.base import RolloutError, RolloutRequest, Trajectories, batch_of
-from flowgrpo_rc.rollout.sampling import RequestSampler
+from flowgrpo_rc.rollout.sampling import RequestSampler, micro_batches
 from flowgrpo_rc.rollout.vllm_omni.lora import load_adapter
 from flowgrpo_rc.rollout.vllm_omni.server import EXTRA
+from flowgrpo_rc.rollout.vllm_omni.tea_cache import give_tea_cache
 
 
 class NoEncoder(nn.Module):
@@ -85,8 +86,9 @@ class Rollout:
         """Replacements of names in the module of vllm-omni's pipeline while it is built."""
         return dict.fromkeys(self.text_encoders, NoEncoder)
 
-    def prepare(self, vae_dtype: str, batch_guidance: bool, lora_manager: Any) -> None:
-        """Set the trainer's precision of decoding, its way of guidance, and the manager of adapters, after loading."""
+    def prepare(self, vae_dtype: str, batch_guidance: bool, tea_cache: str | None, lora_manager: Any) -> None:
+        """Set the trainer's precision of decoding, its way of guidance, TeaCache's rules if requests may have a cache,
+        and the manager of adapters, after loading."""
         check_plain_torch(self.transformer)
         dtype = torch_dtype(vae_dtype)
         if self.vae.dtype != dtype:  # some pipelines round it to the transformer's dtype
@@ -95,6 +97,8 @@ class Rollout:
             self.vae.to(dtype).load_state_dict(exact.state_dict())
         self.model = self.family(self)
         self.model.batch_guidance = batch_guidance
+        if tea_cache is not None:
+            give_tea_cache(self.transformer, tea_cache)
         self.lora_manager = lora_manager
 
     def _load_diffusion_lora_adapter(self, *, lora_request: Any, lora_path: str, dtype: torch.dtype) -> Any:
@@ -107,8 +111,12 @@ class Rollout:
             return [DiffusionOutput(output=torch.zeros(1, 3, 16, 16)) for _ in range(req.num_reqs)]
         device = next(self.transformer.parameters()).device
         images = [params.extra_args[EXTRA] for params in req.sampling_params_list]
-        sampler = RequestSampler(self.model, self.transformer, merged(images), device)
-        pixels, record = sampler.sample(torch.arange(req.num_reqs))
+        request = merged(images)
+        sampler = RequestSampler(self.model, self.transformer, request, device)
+        with sampler.cache:
+            parts = [sampler.sample(rows) for rows in micro_batches(request, req.num_reqs)]
+        pixels = torch.cat([drawn for drawn, _ in parts])
+        record = {name: torch.cat([steps[name] for _, steps in parts]) for name in parts[0][1]}
         # vllm-omni's number of the adapter, read after sampling so that a switch meanwhile is found. The server puts
         # the trainer's version and the digest in its place.
         echo = sampler.echo(adapter_version=self.lora_manager._active_adapter_id or 0, adapter_digest="")

@@ -19,22 +19,25 @@ class PipelineEntry:
     takes_no_adapter: tuple[str, ...] = ()
     """Patterns of ``fnmatch`` for linear layers, by the trainer's names, that vllm-omni gives no adapter because they
     are not vllm's layers."""
+    tea_cache: str | None = None
+    """vllm-omni's name of the rules by which TeaCache reads this transformer; ``None`` where it has none."""
 
 
 _HERE = "flowgrpo_rc.rollout.vllm_omni.families"
 _SD3 = ("time_text_embed.*", "norm_out.linear", "*.norm1.linear", "*.norm1_context.linear")
 _FLUX = ("time_text_embed.*", "x_embedder", "context_embedder", "proj_out")
+_QWEN = "QwenImageTransformer2DModel"
 _FLUX2 = ("time_guidance_embed.*", *_FLUX[1:], "norm_out.linear", "*_stream_modulation*.linear")
 PIPELINES = {
-    "QwenImagePipeline": PipelineEntry(f"{_HERE}.qwen_image:QwenImageRollout"),
-    "QwenImageEditPipeline": PipelineEntry(f"{_HERE}.qwen_image:QwenImageEditRollout"),
-    "QwenImageEditPlusPipeline": PipelineEntry(f"{_HERE}.qwen_image:QwenImageEditPlusRollout"),
+    "QwenImagePipeline": PipelineEntry(f"{_HERE}.qwen_image:QwenImageRollout", tea_cache=_QWEN),
+    "QwenImageEditPipeline": PipelineEntry(f"{_HERE}.qwen_image:QwenImageEditRollout", tea_cache=_QWEN),
+    "QwenImageEditPlusPipeline": PipelineEntry(f"{_HERE}.qwen_image:QwenImageEditPlusRollout", tea_cache=_QWEN),
     "StableDiffusion3Pipeline": PipelineEntry(f"{_HERE}.stable_diffusion_3:StableDiffusion3Rollout", _SD3),
-    "FluxPipeline": PipelineEntry(f"{_HERE}.flux:FluxRollout", _FLUX),
-    "FluxKontextPipeline": PipelineEntry(f"{_HERE}.flux:FluxKontextRollout", _FLUX),
-    "Flux2KleinPipeline": PipelineEntry(f"{_HERE}.flux:Flux2KleinRollout", _FLUX2),
-    "Flux2Pipeline": PipelineEntry(f"{_HERE}.flux:Flux2Rollout", _FLUX2),
-    "ZImagePipeline": PipelineEntry(f"{_HERE}.z_image:ZImageRollout"),
+    "FluxPipeline": PipelineEntry(f"{_HERE}.flux:FluxRollout", _FLUX, "FluxTransformer2DModel"),
+    "FluxKontextPipeline": PipelineEntry(f"{_HERE}.flux:FluxKontextRollout", _FLUX, "FluxTransformer2DModel"),
+    "Flux2KleinPipeline": PipelineEntry(f"{_HERE}.flux:Flux2KleinRollout", _FLUX2, "Flux2Klein"),
+    "Flux2Pipeline": PipelineEntry(f"{_HERE}.flux:Flux2Rollout", _FLUX2, "Flux2Transformer2DModel"),
+    "ZImagePipeline": PipelineEntry(f"{_HERE}.z_image:ZImageRollout", tea_cache="ZImageTransformer2DModel"),
     "WanPipeline": PipelineEntry(f"{_HERE}.wan:WanRollout", ("condition_embedder.*", "proj_out")),
 }
 """By class name in a pipeline's ``model_index.json``."""

@@ -84,7 +84,8 @@ class Server:
         # Runs during calls only.
         # vllm-omni's interface is asynchronous, while calls of the trainer come one at a time.
         self._loop = asyncio.new_event_loop()
-        self._run(self._worker("flowgrpo_prepare", lora.dtype, batch_guidance))
+        tea_cache = None if config.cache.name is None else PIPELINES[pipeline].tea_cache
+        self._run(self._worker("flowgrpo_prepare", lora.dtype, batch_guidance, tea_cache))
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> str:
         """Take over an adapter; returns the digest of the layers' values.

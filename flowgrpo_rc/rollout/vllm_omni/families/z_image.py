@@ -1,5 +1,6 @@
 """Z-Image in vllm-omni."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,12 @@ class VllmZImage(ZImage):
         for row, caption in enumerate(inputs["cap_feats"]):
             groups.setdefault(-(-len(caption) // SEQ_MULTI_OF), []).append(row)
         answers: dict[int, Any] = {}
-        for rows in groups.values():
+        cached = getattr(transformer, "is_cache_enabled", False)
+        for length, rows in groups.items():
             images = [inputs["x"][row] for row in rows]
             captions = [inputs["cap_feats"][row] for row in rows]
-            answered, _ = transformer(images, inputs["t"][rows], captions)
+            with transformer.cache_context(f"{length} {len(rows)}") if cached else nullcontext():
+                answered, _ = transformer(images, inputs["t"][rows], captions)
             answers |= zip(rows, answered, strict=True)
         return [answers[row] for row in range(len(answers))]
 
