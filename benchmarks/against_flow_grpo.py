@@ -75,7 +75,7 @@ ROUNDINGS = 2.0
 
 @dataclass(frozen=True)
 class Case:
-    """What both sides are asked for."""
+    """The work of both sides."""
 
     size: str
     """A key of ``SIZES``."""
@@ -224,7 +224,7 @@ class Tally(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def take(self) -> dict[str, Any]:
-        """What was counted."""
+        """The counts."""
         return {"operations": dict(self.operations), "graph_mib": self.graph / 2**20}
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:

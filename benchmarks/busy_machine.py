@@ -1,4 +1,4 @@
-"""What other work on the machine does to a step of the demo: ratios side by side, in one run of a few minutes.
+"""The effect of other work on the machine on a step of the demo: ratios side by side, in one run of a few minutes.
 
     python benchmarks/busy_machine.py          # writes benchmarks/results/busy_machine.json
 
@@ -35,7 +35,7 @@ WAYS: dict[str, dict[str, str] | None] = {
     "sleep at once": {"OMP_WAIT_POLICY": "passive"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
-"""What is set in the environment; ``None``: what the command line sets."""
+"""Variables of the environment; ``None``: those that the command line sets."""
 SETTLED = ("OMP_", "GOMP_", "KMP_", "MKL_")
 OVERRIDES = ("trainer.log_val_generations=0", "trainer.device=cpu")
 WARM_UP = 2

@@ -1,4 +1,4 @@
-"""What the tiny editing model learns: held-out rewards before and after, over several seeds, with two controls.
+"""Learning of the tiny editing model: held-out rewards before and after, over several seeds, with two controls.
 
     python benchmarks/edit_seeds.py                        # writes benchmarks/results/edit_seeds.json, run by run
     python benchmarks/edit_seeds.py --runs seed1 no_ocr    # these alone

@@ -31,7 +31,7 @@ CURVES = {
     "loss": "actor/pg_loss",
     "grad_norm": "actor/grad_norm",
 }
-"""What is kept of every step; the gap is between engine and actor under the same weights."""
+"""Metrics that are kept of every step; the gap is between engine and actor under the same weights."""
 COMMON = (
     "trainer.test_freq=-1",
     "trainer.save_freq=-1",

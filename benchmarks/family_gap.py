@@ -1,4 +1,4 @@
-"""What rounding alone costs each model family: ``flowgrpo-rc probe`` on the tiny pipelines of the tests.
+"""The cost of rounding alone for each model family: ``flowgrpo-rc probe`` on the tiny pipelines of the tests.
 
     python benchmarks/family_gap.py                        # bfloat16, fp8, and what of it is the timestep's
     python benchmarks/family_gap.py --engine vllm_omni     # with the Python of `make vllm`: bfloat16 through vllm-omni
@@ -107,7 +107,7 @@ def measure(engine: str, only: str) -> None:
 
 
 def rounds(family: str) -> bool:
-    """Whether a transformer of the family in bfloat16 embeds other timesteps than one in float32."""
+    """True if a transformer of the family in bfloat16 embeds other timesteps than one in float32."""
     import torch
     from tiny_families import TINY
 
@@ -161,7 +161,7 @@ def probe(family: str, rounding: str, overrides: list[str]) -> dict[str, Any] | 
 
 
 def kept(found: dict[str, Any]) -> dict[str, Any]:
-    """What the results keep of a ``probe.json``."""
+    """The part of a ``probe.json`` that the results keep."""
     drift = next((one["value"] for one in found["advice"]["judged"] if one["what"] == "drift"), 0.0)
     overall = found["overall"]
     return {

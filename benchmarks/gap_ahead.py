@@ -1,4 +1,4 @@
-"""What it costs to draw batches ahead: the gap study's settings by age of the adapter, a table and a figure.
+"""The cost of drawing batches ahead: the gap study's settings by age of the adapter, a table and a figure.
 
     python benchmarks/gap_ahead.py             # prints everything; runs nothing
     python benchmarks/gap_ahead.py --report    # writes the table of docs/gap_study.md, and the figure
@@ -39,7 +39,7 @@ PAIRS = (
 """Modes that are compared at the same lag; what the first one gains over the second."""
 SEEDS = (1, 2, 3)
 ADAPTERS = range(36, 56)
-"""How many batches the adapters have learned from whose reward in training is compared; every lag draws with these."""
+"""Batches that the adapters have learned from whose reward in training is compared; every lag draws with these."""
 PHASES = (range(2, 11), range(11, 31), range(31, 61))
 """Batches whose gap is averaged, counted from 1; the first one is drawn without a lag in every run."""
 ENGINE = "rollout_sync/engine_gap_abs_mean"
@@ -80,7 +80,7 @@ def in_training(run: Run) -> float:
 
 
 def differences(better: dict[int, Run], worse: dict[int, Run], reward: Callable[[Run], float]) -> list[float]:
-    """What each seed that both have gained."""
+    """The gain of each seed that both have."""
     return [reward(better[seed]) - reward(worse[seed]) for seed in SEEDS if seed in better and seed in worse]
 
 

@@ -78,7 +78,7 @@ COLUMNS = (
 )
 """Of the page's table: precision and clip in bypass mode."""
 DECOUPLED_GROUNDS = ("sde_w4_n0.7_lr0.001", "dance_sde_w2_n0.7_lr0.001", "cps_w2_n0.7_lr0.001")
-"""Where decoupled mode is tried, too."""
+"""Settings with which decoupled mode is tried too."""
 
 SETTINGS: dict[str, Overrides] = {
     f"{ground}_{mode}": {**overrides, **GROUNDS[ground]} for mode, overrides in MODES.items() for ground in GROUNDS

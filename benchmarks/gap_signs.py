@@ -1,4 +1,4 @@
-"""What tells how much a run in bypass mode lost to the gap: figures of the probe before it, and metrics of the run.
+"""Signs of a run's loss to the gap in bypass mode: figures of the probe before it, and metrics of the run.
 
     python benchmarks/gap_signs.py            # prints the two tables; runs nothing
     python benchmarks/gap_signs.py --report   # writes them into docs/gap_study.md
@@ -56,11 +56,11 @@ class Known:
 
     @property
     def counts(self) -> bool:
-        """Whether it lost enough, or little enough, for an error to be one."""
+        """True if it lost enough, or little enough, for an error to be one."""
         return self.lost > LOST or self.lost < UNHURT
 
     def wrong(self, value: float, threshold: float) -> bool:
-        """Whether a judge with this threshold would be wrong about it."""
+        """True if a judge with this threshold would be wrong about it."""
         return self.counts and (value > threshold) != (self.lost > LOST)
 
 

@@ -147,7 +147,7 @@ SETTINGS["bfloat16_stale8_bypass_1e-3_steady"] = {**SETTINGS["bfloat16_stale8_by
 
 
 def second_engine(folder: Path) -> dict[str, Any]:
-    """What both OCR engines read in the finished run's images, drawn in float32."""
+    """Readings of both OCR engines in the finished run's images, drawn in float32."""
     script = [sys.executable, str(HERE / "second_ocr.py"), "--held-out", "--each", str(SECOND_OCR_EACH)]
     command = [*script, "--lora", str(folder / "lora")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -243,7 +243,7 @@ def probed(study: Study, settings: Sequence[str], *, end: bool = False) -> dict[
 
 
 def verdict_of(probe: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a ``probe.json``."""
+    """The part of a ``probe.json`` that is kept."""
     kept: dict[str, Any] = {"verdict": probe["advice"]["verdict"], "images": probe["images"]}
     for share in ("clipped", "rejected"):
         interval = probe["overall"][f"{share}_interval"]
@@ -256,7 +256,7 @@ def verdict_of(probe: dict[str, Any]) -> dict[str, Any]:
 
 
 VERDICT_CELLS = {"safe": "safe", "not shown safe": "*not shown safe*", "not safe": "**not safe**", None: ""}
-"""How tables write the probe's verdicts; ``None``: there is none."""
+"""The probe's verdicts as tables write them; ``None``: there is none."""
 
 
 def marked(cell: str, verdict: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What the rollout/training gap does to learning, and what each correction does about it: tiny model, several seeds.
+"""The effect of the rollout/training gap on learning, with and without each correction: tiny model, several seeds.
 
     python benchmarks/learning.py --jobs 2 --seeds 1,2,3           # runs what is missing, then prints the table
     python benchmarks/learning.py --report     # writes the table and the figure of docs/learning.md; runs nothing
@@ -115,7 +115,7 @@ def table(runs: dict[str, list[dict]]) -> str:
 
 
 def words(overrides: Overrides) -> tuple[str, str]:
-    """How a setting draws its rollouts, and how it corrects and clips them."""
+    """A setting's rollouts, correction and clip, in words."""
     rollouts = "fp8-rounded" if f"{ROLLOUT}.quantization" in overrides else overrides[f"{ROLLOUT}.dtype"]
     if f"{ROLLOUT}.adapter_lag" in overrides:
         rollouts += f", adapter {overrides[f'{ROLLOUT}.adapter_lag']} batches old"

@@ -1,4 +1,4 @@
-"""What a benchmark's figures were made on."""
+"""The machine of a benchmark's figures."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What going on meanwhile saves: scoring while drawing, and drawing the next batch while learning from the last.
+"""Time saved by overlap: scoring while drawing, and drawing the next batch while learning from the last.
 
     python benchmarks/overlap.py --out benchmarks/results/overlap.json
     python benchmarks/overlap.py --what ahead --out benchmarks/results/overlap_ahead.json

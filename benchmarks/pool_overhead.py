@@ -1,4 +1,4 @@
-"""What engines elsewhere cost: CPU seconds and bytes of a rollout, beside the engine in the trainer's process.
+"""The cost of engines elsewhere: CPU seconds and bytes of a rollout, beside the engine in the trainer's process.
 
     python benchmarks/pool_overhead.py --out benchmarks/results/pool_overhead.json
 

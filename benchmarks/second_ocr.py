@@ -1,4 +1,4 @@
-"""What a second OCR engine, tesseract, which had no part in training, reads in an adapter's images.
+"""Readings of an adapter's images by a second OCR engine, tesseract, which had no part in training.
 
     python benchmarks/second_ocr.py --lora outputs/flowgrpo_rc/tiny_qwen_image_ocr/lora --held-out --each 10
 
@@ -77,7 +77,7 @@ def read_by_both(images: Sequence[Any], targets: Sequence[str]) -> dict[str, Any
 
 
 def tesseract(image: Any) -> str:
-    """What tesseract reads in one image: a line of digits, enlarged four times, with a border."""
+    """Tesseract's reading of one image: a line of digits, enlarged four times, with a border."""
     from PIL import Image, ImageOps
 
     grey = image.convert("L")

@@ -1,4 +1,4 @@
-"""Where a step's time goes, and what bypass mode saves: ratios between runs of the same process.
+"""A step's time by stage, and the time that bypass mode saves: ratios between runs of the same process.
 
     python benchmarks/step_time.py --out benchmarks/results/step_time.json
 

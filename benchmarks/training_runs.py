@@ -32,7 +32,7 @@ TIMEOUT = 3600
 _LOADING = Lock()
 """Models cannot be loaded by two threads of one process: transformers changes torch's global state meanwhile."""
 GAPS = ("rollout_corr/logprob_abs_diff_mean", "actor/log_ratio_abs_mean_first")
-"""Where a row has the gap; see ``summarise``."""
+"""Metrics in which a row has the gap; see ``summarise``."""
 CURVES = (
     "rollout_sync/engine_gap_abs_mean",
     "rollout_sync/staleness_abs_mean",
@@ -54,7 +54,7 @@ Overrides = dict[str, Any]
 
 @dataclass(frozen=True)
 class Study:
-    """What is run, and where the results go."""
+    """The runs, and the place of their results."""
 
     settings: dict[str, Overrides]
     common: Overrides
@@ -66,7 +66,7 @@ class Study:
     extra: Callable[[Path], dict[str, Any]] | None = None
     """More figures from a finished run's folder."""
     keep: Path | None = None
-    """Where each run's final adapter is kept, in a folder of the run's name; else it goes with the run's folder."""
+    """Folder of each run's final adapter, in a folder of the run's name; else it goes with the run's folder."""
 
     def overrides(self, setting: str, seed: int) -> list[str]:
         """The command line's overrides of one run, without its folder."""
@@ -76,7 +76,7 @@ class Study:
         return [f"{key}={_hydra(value)}" for key, value in values.items() if key not in (PROGRAM, THROUGH)]
 
     def program(self, setting: str) -> list[str]:
-        """What is run, before ``--config-name``."""
+        """The program, before ``--config-name``."""
         return self.inside(setting, self.settings[setting].get(PROGRAM, [*COMMAND, "train"]))
 
     def inside(self, setting: str, program: Sequence[str]) -> list[str]:
@@ -181,7 +181,7 @@ def summarise(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def _is_kept(name: str) -> bool:
-    """Whether a result has the mean of this metric over the run."""
+    """True if a result has the mean of this metric over the run."""
     by_timestep = "/ts_" in name
     return name.startswith(("actor/", "rollout_corr/", "writer/")) or (
         name.startswith("rollout_sync/") and not by_timestep
@@ -296,7 +296,7 @@ def by_seed(curves: Iterable[Iterable[float]]) -> str:
 
 TABLE_BEGINS = "<!-- table of {} -->\n"
 TABLE_ENDS = "<!-- end of the table -->"
-"""What stands around a generated table in a page; the name is that of the results' file."""
+"""Comments around a generated table in a page; the name is that of the results' file."""
 
 
 def write_table(page: Path, results: Path, table: str) -> None:

@@ -166,7 +166,7 @@ class Crossings(TorchFunctionMode):
 
 
 def note(kind):
-    """Count one wait for whoever asked."""
+    """Count one wait of the caller."""
     if Crossings.active is not None:
         Crossings.active.found[_asking(), kind] += 1
 

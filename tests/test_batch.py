@@ -1,4 +1,4 @@
-"""Where rollout correction touches the batch: dicts, TensorDicts and objects that hold one."""
+"""Batches that rollout correction takes: dicts, TensorDicts and objects that hold one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the same run on CUDA, in float32 and bfloat16. ``make gpu`` runs these."""
+"""The same run on CUDA, in float32 and bfloat16. ``make gpu`` runs these tests."""
 
 import math
 import warnings
@@ -227,7 +227,7 @@ def test_the_micro_batches_of_an_update_are_queued_without_a_wait(small_config, 
 
 
 def test_single_rows_need_less_memory_than_whole_windows(small_config, monkeypatch):
-    """What an update takes above what there was before it: 16 rows at a time, and 1."""
+    """Bytes that an update adds to those before it: 16 rows at a time, and 1."""
     update = DiffusionActor.update
     peaks = []
 
@@ -264,7 +264,7 @@ def test_stages_are_charged_with_the_kernels_that_they_queue():
 
 @pytest.mark.parametrize("name", ["_native_cudnn", "_native_efficient"])
 def test_an_attention_backend_of_gpus_trains(small_config, name):
-    """Where the trial before loading lets one through, the run it is for ends with finite gradients."""
+    """If the trial before loading lets one through, the run ends with finite gradients."""
     try:
         row = last_row(
             small_config,

@@ -128,6 +128,6 @@ def test_the_table_of_models_is_that_of_the_registries():
 
 
 def _kinds(family):
-    """Whether it draws from a text alone, and from a text with images."""
+    """Two flags: it draws from a text alone, and from a text with images."""
     fewest, most = family.images
     return fewest == 0, most > 0

@@ -1,4 +1,4 @@
-"""What the tests stand on: tolerances that a wrong result would not pass, and processes that leave nothing behind."""
+"""The tests' own tools: tolerances that a wrong result would not pass, and processes that leave nothing behind."""
 
 import subprocess
 

@@ -75,7 +75,7 @@ def adapter_of(folder, name="lora"):
 
 
 def same(one, other):
-    """Whether two mappings hold the same tensors under the same names."""
+    """True if two mappings hold the same tensors under the same names."""
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
@@ -144,7 +144,7 @@ def trainer_of(folder, *overrides):
 
 
 def arguments_of(script, tmp_path, program, **environment):
-    """What the script puts between ``program`` and ``flowgrpo_rc.cli.main train``, and the overrides that it gives.
+    """The script's arguments between ``program`` and ``flowgrpo_rc.cli.main train``, and its overrides.
 
     None is given twice.
     """
@@ -217,7 +217,7 @@ def descendants(pid):
 
 
 def alive(pid):
-    """Whether a process is at work, and no zombie that waits for its parent to take note of its end."""
+    """True if a process is at work, and no zombie that waits for its parent to take note of its end."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""How far apart two right results may lie: the one place from which the tests take a tolerance for float32.
+"""The distance that two right results may have: the one place from which the tests take a tolerance for float32.
 
 Another processor, number of threads or number of rows in a forward pass is another kernel: it adds the terms of a sum
 in another order and fuses other products, so the last places of a result differ, and of everything made from it. Equal
@@ -45,7 +45,7 @@ this number.
 """
 
 RATIO = LOG_PROB + last_places(1)
-"""How far from 1 the ratio of a sample's probability to itself may be: ``exp`` rounds once more."""
+"""Distance from 1 that the ratio of a sample's probability to itself may have: ``exp`` rounds once more."""
 
 LOG_RATIO = 2 * LOG_PROB
 """A log ratio of two policies, which is the difference of two log-probs; ratios, which are near 1, move as much."""
@@ -75,7 +75,7 @@ most.
 
 
 def guided(tolerance: float, cfg_scale: float) -> float:
-    """What guidance makes of a ``tolerance``: ``negative + cfg_scale * (prompt - negative)`` of two velocities."""
+    """The ``tolerance`` after guidance, ``negative + cfg_scale * (prompt - negative)`` of two velocities."""
     return (2 * cfg_scale - 1) * tolerance
 
 
@@ -87,7 +87,7 @@ They are normalised, and lie within 4; two layers have about eight products each
 
 
 def levels(pixels: int, latent: float = LATENT) -> int:
-    """How many of so many grey levels may round to the neighbouring one where latents differ by ``latent``.
+    """The number of so many grey levels that may round to the neighbouring one where latents differ by ``latent``.
 
     A level's edge lies within ``255 * latent`` levels of a value with twice that probability; three standard deviations
     are added. The VAE of the tiny models changes a difference by a factor of at most 2.
@@ -124,7 +124,7 @@ def adam(gradient: float = GRADIENT) -> float:
 
 
 def of_metric(name: str, row: dict, *, dimensions: int, pixels: int, steps: int) -> float:
-    """How far a metric of this ``row`` may be from that of a run with other kernels, an update or two long.
+    """The distance that a metric of this ``row`` may have from that of a run with other kernels, an update or two long.
 
     ``dimensions`` are those of a latent, ``pixels`` those of an image in all its channels, whose brightness is the
     reward, ``steps`` those of an SDE window. Advantages are rewards over the deviation of their group, so what a grey

@@ -86,7 +86,7 @@ class DiffusionLossConfig(Section):
     dpo_beta: PositiveFloat = 2000.0
     """``dpo``: weight ``beta`` of the difference of matching errors."""
     loss_agg_mode: Annotated[str, one_of(AGGREGATIONS)] = "token-mean"
-    """How losses of tokens become one number, one of ``loss.aggregation.AGGREGATIONS``: ``token-mean`` is the mean over
+    """Aggregation of the losses of tokens, one of ``loss.aggregation.AGGREGATIONS``: ``token-mean`` is the mean over
     all kept tokens; the others are means over the sequences with a kept token, of their tokens' sum
     (``seq-mean-token-sum``), mean (``seq-mean-token-mean``) or sum divided by ``loss_scale_factor``
     (``seq-mean-token-sum-norm``)."""
@@ -260,7 +260,7 @@ class DiffusionActorConfig(Section):
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer and its learning-rate schedule; a mapping of the section's keys will do."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    """How the frozen weights are divided over processes; a mapping of the section's keys will do."""
+    """Division of the frozen weights over processes; a mapping of the section's keys will do."""
     rollout_correction: Annotated[Any, Read(read_correction)] = field(default_factory=dict)
     """A ``RolloutCorrectionConfig``, a mapping of its keys, or null (metrics only). In the trainer it is
     ``algorithm.rollout_correction``."""

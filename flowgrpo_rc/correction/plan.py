@@ -91,7 +91,7 @@ WEIGHT_MODES = {
 
 @dataclass(frozen=True, slots=True)
 class ImportanceSampling:
-    """How importance weights are made: level, mode, and the bounds on the train/rollout ratio."""
+    """Importance weights: level, mode, and the bounds on the train/rollout ratio."""
 
     level: str
     """One of ``IS_LEVELS``."""

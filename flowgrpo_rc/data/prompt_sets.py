@@ -78,7 +78,7 @@ DPG_COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSet:
-    """Where a prompt set is found, and how it is read."""
+    """Location and reading of a prompt set."""
 
     files: Mapping[str, str]
     """Pattern of a file's name in lower case -> ``train`` or ``test``."""
@@ -88,7 +88,7 @@ class PromptSet:
     expected: str
     """The form of the file, for messages."""
     place: str
-    """Where the file is found, for messages."""
+    """The file's location, for messages."""
 
 
 PROMPT_SETS = {

@@ -21,7 +21,7 @@ NEGATIVE_KEY = "negative_prompt"
 PAIR_KEYS = ("chosen", "rejected")
 """Columns of a preference: the better image of a prompt and the worse one."""
 COLUMNS_NAMED = 20
-"""How many columns a message lists at most."""
+"""Columns that a message lists at most."""
 _INVISIBLE = {"Cc", "Cf", "Zs", "Zl", "Zp", "Mn", "Me"}
 """Unicode categories without a glyph of their own: controls, formats (zero-width characters), spaces, marks."""
 # Tab and line ends are text; a NUL ends a string in some tokenizers, and an escape code would reach the terminal.

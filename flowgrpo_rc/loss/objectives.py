@@ -58,7 +58,7 @@ def kl_per_dimension(log_ratio: Any, kl: Any, step_std: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What an objective holds its measure against, and the words for it.
+    """The limit on an objective's measure, and the words for it.
 
     ``ClipBand`` and ``Threshold`` add how it is set and when it is exceeded.
     """
@@ -66,13 +66,13 @@ class Limit:
     key: str
     """Field of ``DiffusionLossConfig`` that sets it."""
     name: str
-    """What it bounds, as in "outside the clip band"."""
+    """The bounded region, as in "outside the clip band"."""
     edge: str
-    """Where it ends, as in "beyond the KL threshold"."""
+    """Its end, as in "beyond the KL threshold"."""
     share_metric: str
     """Metric of an update's first mini-step from which the share of samples beyond the limit is read."""
     share_per_metric: int = 1
-    """What that metric is multiplied by: 2 where the objective leaves out the half of those samples that would move
+    """Factor of that metric: 2 where the objective leaves out the half of those samples that would move
     further away, and the metric counts only what is left out."""
 
     def share_beyond(self, metric: float) -> float:
@@ -103,7 +103,7 @@ class ClipBand(Limit):
         return low, high
 
     def exceeded(self, measured: Any, options: LossOptions, widths: Any = None) -> Any:
-        """Which log ratios lie outside, as a tensor of the shape of ``measured``."""
+        """True for log ratios that lie outside, in the shape of ``measured``."""
         low, high = self.sides(options, widths)
         ratio = measured.exp()
         return (ratio < 1 - low) | (ratio > 1 + high)
@@ -133,7 +133,7 @@ class Threshold(Limit):
         return float(getattr(options, self.key))
 
     def exceeded(self, measured: Any, options: LossOptions, widths: Any = None) -> Any:
-        """Which samples have reached the threshold, as a tensor of the shape of ``measured``."""
+        """True for samples that have reached the threshold, in the shape of ``measured``."""
         return measured >= self.value(options)
 
     def ends(self, options: LossOptions, widths: Any = None) -> list[float]:
@@ -181,7 +181,7 @@ class Objective:
     options: tuple[str, ...] = ()
     """Fields of ``DiffusionLossConfig`` that the function takes as keyword arguments."""
     limit: ClipBand | Threshold = CLIP_BAND
-    """How far an update may move the policy."""
+    """The distance that an update may move the policy."""
     measure: Measure = log_ratio
     """The value that the limit bounds."""
     needs_old_means: bool = False

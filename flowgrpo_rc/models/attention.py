@@ -89,7 +89,7 @@ def use_attention_backend(transformer: Any, name: str | None) -> None:
 
 
 def kernels_in_words(name: str | None, head: int | None, masks: bool, dtype: torch.dtype, device: torch.device) -> str:
-    """How a transformer computes attention, and a GPU products of float32: ``attention by native (flash), ...``.
+    """A transformer's attention, and a GPU's products of float32, in words: ``attention by native (flash), ...``.
 
     Args:
         name: ``model.attn_backend``. ``NATIVE`` is followed by the kernel that torch chooses with a gradient, for a few

@@ -54,7 +54,7 @@ class ModelConfig(Section):
     (torchao), ``nf4`` with a scale for 64 weights (bitsandbytes). Layers compute in ``dtype``, which must be bfloat16.
     The engine ``diffusers`` has the same weights."""
     timestep_dtype: Annotated[str, one_of((AS_ROLLOUT,))] | None = None
-    """How the actor rounds the timestep, and a guidance scale that is embedded, before it embeds them. null: as its own
+    """Rounding of the actor's timestep, and of a guidance scale, before it embeds them. null: as its own
     precision does. ``rollout``: as ``rollout.dtype`` does in the engine, so that both embed the same numbers and this
     part of the off-policy gap is gone. It acts where the engine computes in a lower precision than the actor, in
     families that round them."""
@@ -69,7 +69,7 @@ class ModelConfig(Section):
     lora_alpha: PositiveInt = 32
     """Numerator of the LoRA's scale: the update is multiplied by ``lora_alpha / lora_rank``."""
     lora_init_weights: Annotated[str, one_of(("gaussian", "default"))] = "gaussian"
-    """How the first LoRA matrix starts: ``gaussian`` or ``default`` (Kaiming). The second starts at 0 in both."""
+    """Start of the first LoRA matrix: ``gaussian`` or ``default`` (Kaiming). The second starts at 0 in both."""
     target_modules: Any = None
     """Names of the modules that get a LoRA. ``all-linear`` stands for every linear layer, null for the model family's
     attention layers."""
@@ -99,7 +99,7 @@ class ModelConfig(Section):
     only for prompts that are missing there. null is a folder for each text encoder in
     ``~/.cache/flowgrpo_rc/prompts`` (``$FLOWGRPO_RC_CACHE/prompts``). ``flowgrpo-rc encode-prompts`` fills it ahead."""
     attn_backend: Annotated[str, one_of(ATTENTION_BACKENDS)] | None = None
-    """How the actor's transformer computes attention: one of diffusers' attention backends, tried before the model is
+    """Attention of the actor's transformer: one of diffusers' attention backends, tried before the model is
     loaded. Null is diffusers' default, torch's ``scaled_dot_product_attention``. The engine has
     ``rollout.rollout_attn_backend``; where the two differ, the off-policy gap gains their rounding."""
 
@@ -173,5 +173,5 @@ class FSDPConfig(Section):
     transformer gathered from the first forward until a backward pass has used it."""
 
     def processes_to_a_copy(self, on_node: int) -> int:
-        """How many processes share one copy of the weights, with ``on_node`` of them on this node."""
+        """Processes that share one copy of the weights, with ``on_node`` of them on this node."""
         return on_node if self.fsdp_size == -1 else self.fsdp_size

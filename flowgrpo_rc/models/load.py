@@ -350,7 +350,7 @@ def _load_weights(files: PipelineFiles, part: Part, kind: Any, dtype: Any, optio
 
 
 def _counted(names: Any, fault: str) -> str:
-    """How many tensors have a fault, and the first of them: ``5 missing (a, b, c, ...)``."""
+    """The number of tensors with a fault, and the first of them: ``5 missing (a, b, c, ...)``."""
     first = sorted(names)
     return f"{len(first)} {fault} ({', '.join(first[:3])}{', ...' if len(first) > 3 else ''})"
 

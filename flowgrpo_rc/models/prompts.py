@@ -150,7 +150,7 @@ class Reading:
 
 
 def read_prompts(model: DiffusionModel, prompts: Sequence[str], max_sequence_length: int) -> list[Reading]:
-    """How the model's tokenizers read each prompt; the text encoders are not needed."""
+    """Each prompt as the model's tokenizers read it; the text encoders are not needed."""
     tokenizers = model.tokenizers(max_sequence_length)
     kept = [most for _, most in tokenizers]
     roomiest = kept.index(max(kept))

@@ -186,7 +186,7 @@ def dequantized(weight: Tensor) -> Tensor:
 
 
 def numbers_of(weight: Tensor) -> int:
-    """How many numbers a weight stands for; bitsandbytes packs two in a byte."""
+    """The number of values in a weight; bitsandbytes packs two in a byte."""
     state = getattr(weight, "quant_state", None)
     return weight.numel() if state is None else state.shape.numel()
 

@@ -58,7 +58,7 @@ class PlannedRun:
 
     @property
     def engine_quantization(self) -> str | None:
-        """How the base of the engine is held; only the actor's own transformer is the actor's rounded one."""
+        """The rounding of the engine's base; only the actor's own transformer is the actor's rounded one."""
         if self.rollout.quantization not in (None, EMULATED):
             return self.rollout.quantization
         return self.model.quantization if ENGINES[self.rollout.name].takes_actors_transformer else None

@@ -298,7 +298,7 @@ class RewardConfig(Section):
     Name -> true for a built-in reward, or ``{path, name, ...}`` for a function of the user's own; false turns one off.
     A reward that climbs while a scorer that it is not trained on falls is being gamed."""
     normalization: Annotated[str, one_of(("group",))] | None = None
-    """How several rewards become one advantage. null: the weighted sum of the scores. ``group``: every reward is
+    """The way from several rewards to one advantage. null: the weighted sum of the scores. ``group``: every reward is
     normalised within its prompt's group, less its mean and divided by its standard deviation there, before it is
     weighted; see ``normalised_sum``. The logged rewards are the scores in either case."""
     ocr: OCRConfig = field(default_factory=OCRConfig)

@@ -49,7 +49,7 @@ _random = random.Random()
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class HTTPOptions(Section):
-    """How a reward sends requests to its server."""
+    """The requests of a reward to its server."""
 
     max_concurrent: PositiveInt = 32
     """Most requests that are under way at once, of each process of the run."""

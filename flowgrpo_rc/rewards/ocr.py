@@ -79,12 +79,12 @@ def text_similarity(text: str, target: str, *, contained_is_match: bool = False)
 @documented_fields
 @dataclass(kw_only=True, slots=True)
 class OCRConfig(Section):
-    """How the reward ``ocr`` reads an image."""
+    """The reading of images by the reward ``ocr``."""
 
     section = "reward.ocr"
 
     mode: Annotated[str, one_of(("recognition", "full"))] = "recognition"
-    """How an image is read. ``recognition`` takes it as it is for one line of text, which is right for small images
+    """The way to read an image. ``recognition`` takes it as it is for one line of text, which is right for small images
     that hold little else. ``full`` finds the lines first and then reads them, for images of about 256 pixels and up:
     the finder misses text in very small ones. It takes some 25 times as long."""
     rec_image_shape: Annotated[

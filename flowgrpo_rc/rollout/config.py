@@ -1,4 +1,4 @@
-"""How and where images are sampled: engine, placement, schedule, SDE window, validation. Importing this loads no
+"""Sampling of images: engine, placement, schedule, SDE window, validation. Importing this loads no
 torch."""
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RolloutAlgoConfig(Section):
     sde_type: Annotated[str, one_of(SDE_TYPES)] = "sde"
     """Kind of the stochastic step: ``sde`` (Flow-GRPO), ``cps`` or ``dance_sde``."""
     sde_window_size: PositiveInt | None = None
-    """How many contiguous steps are stochastic and trained. Null takes every step of the range."""
+    """Contiguous steps that are stochastic and trained. Null takes every step of the range."""
     sde_window_range: (
         Annotated[list[int], Check(lambda ends: len(ends) == 2, "give two numbers, [first, stop],")] | None
     ) = None
@@ -123,7 +123,7 @@ class PipelineConfig(Section):
     width: PositiveInt = 512
     """Width of the images in pixels."""
     num_inference_steps: PositiveInt = 10
-    """How many denoising steps an image takes."""
+    """Denoising steps of an image."""
     true_cfg_scale: PositiveFloat = 1.0
     """Scale of classifier-free guidance. Above 1 every step runs the model twice. Stable Diffusion 3's own pipeline
     calls this ``guidance_scale``."""
@@ -167,7 +167,7 @@ class ValPipelineConfig(Section):
     width: PositiveInt | None = None
     """Width of validation images in pixels. Null takes the training value."""
     num_inference_steps: PositiveInt | None = None
-    """How many denoising steps a validation image takes. Null takes the training value."""
+    """Denoising steps of a validation image. Null takes the training value."""
     true_cfg_scale: PositiveFloat | None = None
     """Scale of classifier-free guidance in validation. Null takes the training value."""
     guidance_scale: NonNegativeFloat | None = None
@@ -176,7 +176,7 @@ class ValPipelineConfig(Section):
     """Noise levels with classifier-free guidance in validation. Null takes the training value; [0,1] guides every
     step."""
     max_sequence_length: PositiveInt | None = None
-    """How many embeddings prompts are cut to in validation. Null takes the training value."""
+    """Embeddings to which prompts are cut in validation. Null takes the training value."""
     reference_area: PositiveInt | None = None
     """Pixels that each reference image of a validation prompt is scaled to. Null takes the training value."""
 
@@ -202,7 +202,7 @@ class ValConfig(Section):
     section = f"{_HERE}.val_kwargs"
 
     n: PositiveInt = 1
-    """How many images are drawn for every validation prompt."""
+    """Images drawn for every validation prompt."""
     seed: NonNegativeInt = 42
     """Seed of the validation noise, the same at every validation."""
     pipeline: ValPipelineConfig = field(default_factory=ValPipelineConfig)
@@ -217,7 +217,7 @@ class ProbeConfig(Section):
     section = f"{_HERE}.probe"
 
     images: NonNegativeInt = 4
-    """How many images of a batch are rescored, over all processes, with all their steps. 0 switches the probe off."""
+    """Images of a batch that are rescored, over all processes, with all their steps. 0 switches the probe off."""
     warn_gap: PositiveFloat | None = None
     """Warn, once a run, when ``rollout_sync/engine_gap_per_dimension`` exceeds this. Null never warns."""
 
@@ -296,7 +296,7 @@ class RolloutConfig(Section):
     """The engine: ``diffusers`` samples in the place of ``placement``, ``vllm_omni`` always in a process of its own
     that runs vllm-omni."""
     n: Annotated[int, Check(lambda n: n >= 2, "GRPO compares images of one prompt, so give at least 2")] = 16
-    """How many images are drawn for every prompt and learned from. They are the group that advantages compare, unless
+    """Images that are drawn for every prompt and learned from. They are the group that advantages compare, unless
     ``scout.n`` draws more."""
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     """Precision of the engine's transformer and adapter. Latents and log-probs are float32 in any case."""
@@ -316,11 +316,11 @@ class RolloutConfig(Section):
     """Compile the blocks of the engine's transformer. Without ``model.torch_compile`` the gap gains the compiler's
     rounding. The first images pay for it; a CPU needs a C++ compiler, a GPU triton."""
     rollout_attn_backend: str | None = None
-    """How the engine's transformer computes attention. With ``name=diffusers`` one of diffusers' attention backends,
+    """The attention of the engine's transformer. With ``name=diffusers`` one of diffusers' attention backends,
     tried before the model is loaded; with ``vllm_omni`` one of vllm-omni's, which has its own names for them. Null is
     the engine's default. The actor has ``model.attn_backend``; a difference is part of the off-policy gap."""
     micro_batch_size: PositiveInt = 32
-    """How many images one forward of the engine draws."""
+    """Images that one forward of the engine draws."""
     gather_weights: bool = False
     """With ``actor.fsdp_config.shard``, whether the weights are gathered once for a whole rollout, for which the GPU
     must have room beside its slice, instead of once for every forward."""
@@ -517,7 +517,7 @@ class RolloutConfig(Section):
 
     @property
     def staleness(self) -> int:
-        """How many batches the adapter that draws is older than the actor's, once so many have been learned from."""
+        """Batches by which the adapter that draws is older than the actor's, once so many have been learned from."""
         return max(self.ahead, self.adapter_lag)
 
     def forwards_per_image(self, *, clean: bool) -> tuple[float, float, float]:

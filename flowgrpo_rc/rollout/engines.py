@@ -11,7 +11,7 @@ from flowgrpo_rc.models.attention import ATTENTION_BACKENDS
 EMULATED = "fp8_emulated"
 """Rounds weights through fp8 and multiplies in the engine's dtype."""
 QUANTIZATIONS = ("fp8", "int8", EMULATED)
-"""How the ``diffusers`` engine may round its weights."""
+"""Roundings of the ``diffusers`` engine's weights."""
 
 
 @dataclass(frozen=True)

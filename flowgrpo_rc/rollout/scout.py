@@ -25,7 +25,7 @@ class ScoutEngineConfig(Section):
     dtype: Annotated[str, one_of(DTYPES)] | None = None
     """Precision of the scouts' transformer and adapter."""
     quantization: Annotated[str, one_of(QUANTIZATIONS)] | None = None
-    """How the scouts' weights are rounded."""
+    """Rounding of the scouts' weights."""
     quantization_skip: list[str] | None = None
     """Linear layers of the scouts that stay as they are."""
     merge_adapter: bool | None = None

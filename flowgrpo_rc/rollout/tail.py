@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SOLVERS = ("euler", "heun", "dpm++2m")
-"""How a step of the tail is taken. ``heun`` runs the transformer twice, but for a step that ends at noise level 0."""
+"""Solvers of the tail's steps. ``heun`` runs the transformer twice, but for a step that ends at noise level 0."""
 
 
 @documented_fields
@@ -34,7 +34,7 @@ class TailConfig(Section):
     solver: Annotated[str, one_of(SOLVERS)] = "euler"
     """``euler``, or of second order ``heun`` and ``dpm++2m`` (DPM-Solver++, multistep, midpoint)."""
     steps: PositiveFloat | None = None
-    """How many steps the tail has, evenly spaced among those of the schedule; below 1 a share of those that are left,
+    """Steps of the tail, evenly spaced among those of the schedule; below 1 a share of those that are left,
     rounded up. Null takes every step."""
 
     def problems(self) -> Iterator[str]:

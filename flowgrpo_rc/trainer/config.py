@@ -31,7 +31,7 @@ from flowgrpo_rc.section import (
 from flowgrpo_rc.writer.config import PromptWriterConfig
 
 LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
-"""Where metrics can go besides ``metrics.jsonl``, and the package that each needs; ``console`` is the terminal, all
+"""Destinations of metrics besides ``metrics.jsonl``, and the package that each needs; ``console`` is the terminal, all
 others are trackers of accelerate."""
 SHARED_CORRECTION = "${algorithm.rollout_correction}"
 
@@ -129,7 +129,7 @@ class TrainerConfig(Section):
     val_before_train: bool = True
     """Validate before the first step."""
     logger: list[Annotated[str, one_of(LOGGERS)]] = field(default_factory=lambda: ["console"])
-    """Where metrics go besides ``metrics.jsonl``; any of ``LOGGERS``."""
+    """Destinations of metrics besides ``metrics.jsonl``; any of ``LOGGERS``."""
     project_name: str = "flowgrpo_rc"
     """First folder under ``outputs/`` and project of the trackers."""
     experiment_name: str = "run"

@@ -126,7 +126,7 @@ def chosen_scouts(
 
 
 def _most_varied(descending: Float[Tensor, " n"], keep: int) -> int:
-    """How many of the ``keep`` values of largest variance are the largest ones; the others are the smallest."""
+    """The number of the largest among the ``keep`` values of largest variance; the others are the smallest."""
     values = descending.double()
     parts = [torch.cat([values[:best], values[len(values) - (keep - best) :]]) for best in range(keep + 1)]
     # A half of each where several are equal.

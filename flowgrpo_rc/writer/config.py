@@ -42,9 +42,9 @@ class TokenLossConfig(Section):
     clip_ratio_high: PositiveFloat | None = None
     """Half width of the clip band above 1; null takes ``clip_ratio``."""
     clip_ratio_c: Annotated[float, Check(lambda bound: bound > 1, "give a number above 1")] | None = 3.0
-    """Where the advantage ``A`` is negative, the loss is at most ``-A * clip_ratio_c``. Null sets no such bound."""
+    """The loss is at most ``-A * clip_ratio_c`` if the advantage ``A`` is negative. Null sets no such bound."""
     loss_agg_mode: Annotated[str, one_of(AGGREGATIONS)] = "token-mean"
-    """How losses of tokens become one number, one of ``loss.aggregation.AGGREGATIONS``."""
+    """Aggregation of the losses of tokens, one of ``loss.aggregation.AGGREGATIONS``."""
     loss_scale_factor: PositiveFloat | None = None
     """Divisor of ``seq-mean-token-sum-norm``."""
 

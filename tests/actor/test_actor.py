@@ -399,7 +399,7 @@ def documented_keys():
 
 
 def test_batches_hold_what_the_vocabulary_says(tiny_model):
-    """What the engine records and what the actor adds: every key is documented, with its shape and dtype."""
+    """Every key that the engine records or the actor adds is documented, with its shape and dtype."""
     keys = documented_keys()
     setup = Setup(tiny_model, rollout_correction={"bypass_mode": False}, record_means=True)
     setup.batch["group"] = torch.arange(8)

@@ -1,4 +1,4 @@
-"""What the actor's configuration refuses, and where its rollout correction may come from."""
+"""Settings that the actor's configuration refuses, and the sources of its rollout correction."""
 
 import subprocess
 import sys

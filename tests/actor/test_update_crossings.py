@@ -1,4 +1,4 @@
-"""Where an update waits for an accelerator: the whole list, with file and count."""
+"""Places at which an update waits for an accelerator: the whole list, with file and count."""
 
 from types import SimpleNamespace
 

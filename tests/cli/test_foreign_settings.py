@@ -22,7 +22,7 @@ ROLLOUT_CORRECTION_SCRIPT = (Path(__file__).parent / "verl_omni_rollout_correcti
 """The overrides of verl-omni's rollout-correction script for Qwen-Image, less those of its reward."""
 
 SCORES = "/verl-omni/verl_omni/utils/reward_score"
-"""Where verl-omni's scripts look for its scorers; not there."""
+"""The folder in which verl-omni's scripts look for its scorers; it does not exist."""
 
 REWARD_MODEL = (
     "reward.reward_model.enable=True",

@@ -296,7 +296,7 @@ def test_a_warning_is_a_line(capsys, monkeypatch):
 
 
 def print_to_stderr(message, category, filename, lineno, file=None, line=None):
-    """What Python does outside of pytest, which collects warnings instead."""
+    """Warnings as Python shows them; pytest would collect them."""
     sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
 
 

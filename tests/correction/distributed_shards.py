@@ -1,4 +1,4 @@
-"""What each of the two processes of `test_distributed` does; a module of its own so that they can import it."""
+"""The work of each of the two processes of `test_distributed`; a module of its own so that they can import it."""
 
 import torch
 

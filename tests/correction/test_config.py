@@ -621,7 +621,7 @@ def test_one_line_says_what_is_in_force(config, said):
 
 
 def test_mask_mode_in_bypass_mode_rejects_and_says_so():
-    """What it does to the loss: `test_mask_mode_rejects_in_bypass_ppo_clip`."""
+    """Its effect on the loss: `test_mask_mode_rejects_in_bypass_ppo_clip`."""
     config = Config(bypass_mode=True, rollout_is="token", rollout_is_mode="mask", rollout_is_threshold="0.5_3")
     explanation = explain(config)
     assert "Algorithm: PPO in bypass mode with rejection sampling" in explanation.text

@@ -14,7 +14,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of the two processes found."""
+    """The results of each of the two processes."""
     folder = str(tmp_path_factory.mktemp("ranks"))
     torch.multiprocessing.spawn(shards.work, args=(folder,), nprocs=2)
     return [torch.load(f"{folder}/rank{rank}.pt", weights_only=False) for rank in range(2)]

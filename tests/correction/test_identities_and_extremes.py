@@ -1,4 +1,4 @@
-"""What must hold whatever the numbers are: identities, dtypes, digits, and the edges of the input range."""
+"""Properties that hold for all numbers: identities, dtypes, digits, and the edges of the input range."""
 
 import math
 

@@ -33,7 +33,7 @@ class Block:
     title: str | None
     text: str
     line: int
-    """Where its text begins, counted from 1."""
+    """The line at which its text begins, counted from 1."""
 
 
 def blocks(page):
@@ -75,7 +75,7 @@ def run_blocks(found, name, folder, monkeypatch, *, digits=True):
 
 
 def _run_python(block, where, scope):
-    """What the block prints. Its lines have their numbers in the page, for tracebacks."""
+    """The block's output. Its lines have their numbers in the page, for tracebacks."""
     code = compile("\n" * (block.line - 1) + block.text, where, "exec")
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(code, scope)
@@ -83,7 +83,7 @@ def _run_python(block, where, scope):
 
 
 def _run_commands(block, where):
-    """What the block's ``flowgrpo-rc`` commands print."""
+    """The output of the block's ``flowgrpo-rc`` commands."""
     from flowgrpo_rc.cli.main import main
 
     with contextlib.redirect_stdout(io.StringIO()) as out:

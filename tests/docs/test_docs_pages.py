@@ -242,7 +242,7 @@ def test_every_name_and_file_that_a_page_mentions_exists():
 
 
 def _resolves(name):
-    """Whether it is a module, imported or not (the drop-ins need what they stand in for), or a name in one."""
+    """True if it is a module, imported or not (the drop-ins need the packages that they replace), or a name in one."""
     with contextlib.suppress(ModuleNotFoundError):  # where the parent is no package
         if importlib.util.find_spec(name) is not None:
             return True

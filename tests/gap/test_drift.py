@@ -89,7 +89,7 @@ class LinearActor(DiffusionActor):
 
 
 def add(meter, actor, batch):
-    """What the probe does with a batch."""
+    """The probe's work on a batch."""
     meter.add(actor, batch, actor.rescore(batch), None)
 
 

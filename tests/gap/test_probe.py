@@ -190,7 +190,7 @@ def test_what_the_probe_says_of_an_objective_is_what_its_first_update_meets(smal
 
 @pytest.mark.run
 def test_a_calibrated_clip_is_judged_by_the_bands_of_this_gap(small_config):
-    """Where a fixed clip is emptied, three times the 90 % quantile holds all but outliers; unless it may not."""
+    """Three times the 90 % quantile holds all but outliers, unless it may not, where a fixed clip is emptied."""
     fp8 = "actor_rollout_ref.rollout.quantization=fp8"
     rejects = (f"{RC}.rollout_rs=null", f"{RC}.rollout_rs_threshold=null")
     auto = (BYPASS, fp8, *rejects, f"{CLIP}=auto", f"{LOSS}.auto_clip_min=1e-5")
@@ -212,7 +212,7 @@ def test_a_calibrated_clip_is_judged_by_the_bands_of_this_gap(small_config):
 
 @pytest.mark.run
 def test_an_update_that_fails_is_not_safe(small_config):
-    """What was measured is kept."""
+    """The measurements so far are kept."""
     trainer = FlowGRPOTrainer(small_config(BYPASS, f"{CLIP}=0.01"))
 
     def fails(*_, **__):

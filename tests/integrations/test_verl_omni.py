@@ -21,7 +21,7 @@ NAMES = (
 
 
 class Proto:
-    """What verl's `DataProto` is to these functions."""
+    """The part of verl's `DataProto` that these functions read."""
 
     def __init__(self, batch):
         self.batch = batch

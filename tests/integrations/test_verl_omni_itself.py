@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 
 DROP_IN = "flowgrpo_rc.integrations.verl_omni"
 ABSENT = ("vllm", "vllm_omni", "datasets", "uvicorn", "fastapi", "msgspec", "aiohttp")
-"""What verl-omni imports and this test does without."""
+"""Imports of verl-omni that this test does without."""
 OF_VLLM = ("verl.third_party.vllm", "verl.workers.rollout.vllm_rollout", "verl_omni.workers.rollout.vllm_rollout")
-"""What looks for a version of vllm."""
+"""The module that looks for a version of vllm."""
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("verl_omni") is None, reason="needs verl-omni, which is on GitHub alone: make verl-omni"
@@ -87,7 +87,7 @@ TIMES = torch.tensor([[900.0, 700.0]] * 4)
 
 
 class Stages:
-    """What `_step_once` asks of a trainer, besides its own: a batch comes from here and is learned from here."""
+    """The trainer that `_step_once` calls: it gives a batch and learns from one."""
 
     def __init__(self, base, section):
         self.base = base

@@ -94,7 +94,7 @@ def assert_inputs_stay(run, data):
 
 
 def on_two_ranks(folder, loss, cases, batch_of, first):
-    """What two gloo processes get for each case: averaged loss and gradient, a lone rank's loss, and metrics.
+    """Results of two gloo processes for each case: averaged loss and gradient, a lone rank's loss, and metrics.
 
     `batch_of(*case)` is `config, log_probs, data`, of which rank 0 holds the first rows.
     """

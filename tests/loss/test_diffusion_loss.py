@@ -52,7 +52,7 @@ def with_correction(data, policy, rc):
 
 
 def prepared(mode, rc, new, data):
-    """What the trainer would hand over: decoupled batches bring their correction."""
+    """The trainer's batch; in decoupled mode it has its correction."""
     return with_correction(data, data["old_log_probs"], rc) if mode == "decoupled" else data
 
 

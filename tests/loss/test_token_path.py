@@ -68,7 +68,7 @@ def random_batch(seed=0, spread=0.3):
 
 
 def prepared(mode, rc, data):
-    """What the trainer would hand over: decoupled batches bring their correction."""
+    """The trainer's batch; in decoupled mode it has its correction."""
     if mode != "decoupled":
         return data
     options = make_config(mode, rc).rollout_correction

@@ -1,4 +1,4 @@
-"""What the families that edit make of reference images: sizes, places, texts beside them; what tells stores apart."""
+"""Reference images in the families that edit: sizes, places, texts beside them, and the prompt stores' keys."""
 
 import json
 import shutil

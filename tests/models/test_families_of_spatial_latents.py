@@ -1,4 +1,4 @@
-"""What is special about Z-Image, Lumina2, CogView4 and AuraFlow besides what all families are tested for."""
+"""Peculiarities of Z-Image, Lumina2, CogView4 and AuraFlow, besides ``test_families.py``'s tests of all."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What Chroma, Bria, Sana, Wan and Stable Diffusion 3 have besides what ``test_families.py`` asks of every family."""
+"""Peculiarities of Chroma, Bria, Sana, Wan and Stable Diffusion 3, besides ``test_families.py``'s tests of all."""
 
 import json
 

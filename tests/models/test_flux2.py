@@ -1,4 +1,4 @@
-"""What is FLUX.2's own: chat templates, reference images, batch-norm statistics, and dev's processor."""
+"""FLUX.2's own parts: chat templates, reference images, batch-norm statistics, and dev's processor."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Where a family's velocity and its gradient wait for an accelerator: the whole list, with file and count."""
+"""Places at which a family's velocity and gradient wait for an accelerator: the whole list, with file and count."""
 
 from dataclasses import replace
 
@@ -25,12 +25,12 @@ AT_FIRST = {
     "qwen_image_edit_plus": {QWEN: 2},
     "qwen_image_edit_plus_2511": {QWEN: 2},
 }
-"""What the first forward alone waits for."""
+"""Waits of the first forward alone."""
 ALWAYS = {
     # With ``zero_cond_t`` the transformer lists the tokens of references on the host, inside its forward.
     "qwen_image_edit_plus_2511": {QWEN: 1},
 }
-"""What every forward waits for; no other family waits."""
+"""Waits of every forward; no other family waits."""
 
 
 @pytest.mark.parametrize("name", EVERY)

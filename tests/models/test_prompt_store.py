@@ -53,7 +53,7 @@ def same(one, other):
 
 
 def alone(index=0, count=1, wait=lambda: None):
-    """What ``fill_store`` asks of an accelerator."""
+    """The attributes of an accelerator that ``fill_store`` reads."""
     return SimpleNamespace(
         num_processes=count,
         process_index=index,

@@ -1,4 +1,4 @@
-"""How the frozen base is divided, and what is refused before it is loaded."""
+"""The division of the frozen base, and settings refused before it is loaded."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a transformer embeds of timestep and guidance in low precision; an actor in float32 can embed it too."""
+"""The timestep and guidance that a transformer embeds in low precision; an actor in float32 can embed them too."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What "now" is, what the settings leave to check, and rows that are not as they should be."""
+"""The meaning of "now", the checks that the settings leave, and rows that are not as they should be."""
 
 import random
 

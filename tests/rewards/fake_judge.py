@@ -25,12 +25,12 @@ class Asked:
     image: np.ndarray
     """(H, W, 3) uint8."""
     references: list[np.ndarray]
-    """What is shown before it."""
+    """The text shown before it."""
     request: dict[str, Any]
 
     @property
     def again(self) -> bool:
-        """Whether this asks for an answer that can be read."""
+        """True if this asks for an answer that can be read."""
         return len(self.request["messages"]) > 1
 
 

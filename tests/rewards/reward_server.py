@@ -31,7 +31,7 @@ def serving(path, protocol="json", name="f", **options):
 
 
 def request_body(protocol="json", images=IMAGES, prompts=PROMPTS, metadata=METADATA):
-    """What a client sends to have these scored."""
+    """A client's request to score these."""
     protocol = SERVED[protocol]
     files = [encode(image, protocol.image_format) for image in images]
     return protocol.write_request(Request(files=files, prompts=list(prompts), metadata=list(metadata)))

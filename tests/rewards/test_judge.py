@@ -13,10 +13,10 @@ from flowgrpo_rc.prompt import ReferenceImage, content_digest
 from flowgrpo_rc.rewards import RewardError
 
 BLANK = 255
-"""What the pixels of the image before training are."""
+"""The pixels of the image before training."""
 
 WANTED = np.float32([(n % 11) / 10 for n in range(64)])
-"""What ``by_number`` makes of ``numbered(64)``."""
+"""The score that ``by_number`` gives ``numbered(64)``."""
 
 
 def by_number(asked):

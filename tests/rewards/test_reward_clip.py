@@ -37,7 +37,7 @@ def config(folder: Path, **more: Any) -> ScorerConfig:
 
 @pytest.fixture(scope="module")
 def forward(folder: Path, images: np.ndarray) -> Any:
-    """What the model's own forward makes of the pictures and prompts, in one batch."""
+    """Scores by the model's own forward of the pictures and prompts, in one batch."""
     from transformers import AutoProcessor, CLIPModel
 
     model = CLIPModel.from_pretrained(folder).eval()
@@ -139,7 +139,7 @@ def test_a_head_that_does_not_fit(folder: Path, tmp_path: Path, state: Any, told
 
 
 class Boom:
-    """What a pickle may do on being read."""
+    """A pickle whose reading runs code."""
 
     def __reduce__(self) -> Any:
         return (Path.touch, (Path("boom"),))

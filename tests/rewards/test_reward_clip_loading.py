@@ -1,4 +1,4 @@
-"""Loading a scorer: what a message says of a folder or a name that will not do, and which device is taken."""
+"""Loading a scorer: messages about a folder or a name that will not do, and the device."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(reward: Any = PickScore, **section: Any) -> str:
-    """What making the reward says; always one line."""
+    """The error of making the reward; always one line."""
     with pytest.raises(ValueError, match=rf"^reward\.{reward.name}\.") as caught:
         reward(ScorerConfig(**{"device": "cpu", **section}))
     assert "\n" not in str(caught.value)

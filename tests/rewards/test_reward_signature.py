@@ -1,4 +1,4 @@
-"""How a reward function wants to be called: ours, flow_grpo's, verl-omni's, and everything that is none of them."""
+"""Signatures of reward functions: ours, flow_grpo's, verl-omni's, and everything that is none of them."""
 
 import asyncio
 import time

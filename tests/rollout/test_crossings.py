@@ -1,4 +1,4 @@
-"""Where drawing a batch waits for an accelerator: the whole list, with file and count."""
+"""Places at which drawing a batch waits for an accelerator: the whole list, with file and count."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ DRAWN = {
     # Whether the adapter that has drawn is still the one whose digest is known.
     ("rollout/digest.py", "equal"): 1,
 }
-"""What ``BATCHES`` micro-batches of any family wait for."""
+"""Waits of ``BATCHES`` micro-batches of any family."""
 OF_THE_FAMILY = {
     "tiny_sd3_model": {},
     # Three tables of positions at the first call; lengths of captions are known on the host.

@@ -165,7 +165,7 @@ def test_another_version_or_digest_is_refused():
 
 
 def shifted(sigmas, shift=3.0):
-    """What a scheduler with another ``shift`` makes of a schedule."""
+    """The schedule of a scheduler with another ``shift``."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 

@@ -106,7 +106,7 @@ def two(box):
 
 
 def done_by(pool):
-    """What the engines have done since the last call."""
+    """The engines' work since the last call."""
     return [work for engine in pool.take_account() for work in engine.done]
 
 
@@ -115,7 +115,7 @@ def has_failed(pool):
 
 
 def stop(handle):
-    """From now on it takes what it is asked, and does nothing."""
+    """From now on it takes calls, and does nothing."""
     os.kill(handle.pid, signal.SIGSTOP)
 
 
@@ -124,7 +124,7 @@ def kill(handle):
 
 
 def has_done(pool, what, times=1):
-    """Whether the engines have done so much since."""
+    """True once the engines have done so much since."""
     done = []
 
     def so_much():

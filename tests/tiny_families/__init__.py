@@ -35,7 +35,7 @@ PROMPTS = ('the text "42"', "a prompt of a few more words than the others have",
 
 @dataclass(frozen=True, kw_only=True)
 class TinyFamily:
-    """What the tests need of a family."""
+    """The parts of a family that the tests use."""
 
     build: Callable[[], Any]
     """The pipeline; a row of a variant gives other arguments to the same builder."""
@@ -57,7 +57,7 @@ class TinyFamily:
     """Widths and heights of each prompt's reference images; the pipeline is then called prompt by prompt."""
 
     alone: bool = False
-    """Whether the pipeline is called prompt by prompt: what it makes of one depends on the others of its batch."""
+    """The pipeline is called prompt by prompt, since a prompt's result depends on the others of its batch."""
     reference_area: int | None = None
     """Pixels that the reference images are scaled to, which ``call`` has the pipeline do too."""
 

@@ -116,7 +116,7 @@ def _image_processor():
 
 
 def _video_processor():
-    """What the processor's class asks for where torchvision is installed."""
+    """The import that the processor's class makes where torchvision is installed."""
     import transformers
     from transformers.utils import is_torchvision_available
 

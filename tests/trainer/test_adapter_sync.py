@@ -1,4 +1,4 @@
-"""Which adapter the engine holds: late on purpose for rollouts, the newest or the average for validation."""
+"""The engine's adapter: late on purpose for rollouts, the newest or the average for validation."""
 
 import copy
 

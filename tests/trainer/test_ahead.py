@@ -24,7 +24,7 @@ WAIT_S = 60
 
 
 def trained(rows):
-    """What was trained with, at each step; a run that ends early validates at its last."""
+    """The metrics of each step that come from training; a run that ends early validates at its last step."""
     return [{k: v for k, v in row.items() if not k.startswith("val/")} for row in rows]
 
 
@@ -192,7 +192,7 @@ def test_without_engines_the_run_ends_in_one_line_and_keeps_its_checkpoint(small
 
 @pytest.mark.parametrize(("settings", "stops"), [(f"{R}.adapter_lag=2", (1, 3)), (f"{R}.ahead=2", (1, 3))])
 def test_a_resume_repeats_the_undisturbed_run(stops, settings, small_config, pooled):
-    """What was in flight at the checkpoint is drawn again with the adapters of its time, from the same prompts."""
+    """Batches in flight at the checkpoint are drawn again with the adapters of that time, from the same prompts."""
     if "ahead" in settings:
         pooled()
     constant = "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"

@@ -161,7 +161,7 @@ def test_damage_is_named(tmp_path, damage):
     "damage", [lambda content: content[:100], lambda content: content.replace(b"\0\0\x80?", b"\0\0\x80@")]
 )
 def test_a_checkpoint_of_an_earlier_version_loads_and_its_damage_is_named(tmp_path, damage):
-    """Which had no digest of ``optimizer.pt``. The second damage makes another number of 1.0."""
+    """Its format has no digest of ``optimizer.pt``. The second damage makes another number of 1.0."""
     store = CheckpointStore(tmp_path, keep=None)
     folder = save(store, 1)
     state = json.loads((folder / "trainer_state.json").read_text())

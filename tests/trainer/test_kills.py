@@ -41,7 +41,7 @@ SMALLER = (
 )
 """More steps than twenty attempts can make before they are killed, each as short as can be."""
 PLACES = ("adapter", "half an optimizer", "sync 1", "sync 2", "sync 4", "renamed", "latest written", "latest renamed")
-"""Where in a checkpoint a run is killed: before each of the things that must happen in their order, and between."""
+"""Places within a checkpoint at which a run is killed: before each of its ordered steps, and between them."""
 
 
 def hang(tell):

@@ -1,4 +1,4 @@
-"""What people look at: metrics lines, grids, the closing table."""
+"""A run's output for people: metrics lines, grids, the closing table."""
 
 import json
 from pathlib import Path

@@ -25,7 +25,7 @@ ONE_EACH = (
 
 
 def _count_calls(rank, folder, port):
-    """What one of two processes finds, as ``rank_N.json``."""
+    """Write the figures of one of two processes to ``rank_N.json``."""
     torch.set_num_threads(1)
     launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in launch.items()}

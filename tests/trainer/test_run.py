@@ -42,7 +42,7 @@ pytestmark = pytest.mark.run
 
 
 def file_name(name):
-    """How a parameter of the adapter is called in its file."""
+    """The name of an adapter's parameter in its file."""
     return f"transformer.{name.replace('.default', '')}"
 
 

@@ -41,7 +41,7 @@ class Pair:
     vllm: VllmOmniEngine
     diffusers: DiffusersEngine
     family: TinyFamily | None = None
-    """What of the tests of all families it is; ``None`` for the shipped model."""
+    """Its family in the tests of all families; ``None`` for the shipped model."""
 
     def sync(self, state, version):
         """Both engines take the adapter; returns vllm-omni's digest."""

@@ -1,4 +1,4 @@
-"""What happens to a rollout when the engine's process dies, hangs or is refused an adapter, and to it when we die."""
+"""A rollout whose engine's process dies, hangs or is refused an adapter, and the process when the trainer dies."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the gap between vllm-omni's kernels and the trainer's, and that it is rounding."""
+"""On a GPU: the gap between vllm-omni's kernels and the trainer's is rounding."""
 
 from dataclasses import replace
 

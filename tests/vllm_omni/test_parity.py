@@ -23,7 +23,7 @@ from flowgrpo_rc.rollout.vllm_omni.registry import PIPELINES
 pytestmark = pytest.mark.process
 
 TENSORS = {"latents": LATENT, "next_latents": LATENT, "rollout_means": LATENT, "rollout_log_probs": LOG_RATIO}
-"""What is compared of two engines, and how far it may be apart."""
+"""The tensors of two engines that are compared, and their tolerances."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -194,7 +194,7 @@ class MetricTable:
 
 
 def diagnostics(table: MetricTable, x: LogRatios) -> None:
-    """How far the training policy is from the rollout policy: perplexities, divergences and gaps.
+    """Distance of the training policy from the rollout policy: perplexities, divergences and gaps.
 
     With ``S_i = sum_t l`` and ``M_i = S_i / n_i`` of row ``i``, a row's log perplexity is ``-mean_t(log_prob)``, the
     log of its perplexity ratio ``-M_i``, and the ratio of the whole row ``exp(S_i)``. Exponents are clamped.
