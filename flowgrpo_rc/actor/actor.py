@@ -31,6 +31,7 @@ from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.loss import LossMetrics, diffusion_loss_sums
 from flowgrpo_rc.loss.clean_images import matching_log_prob
+from flowgrpo_rc.loss.sums import metrics_of_update
 from flowgrpo_rc.models.attention import use_attention_backend
 from flowgrpo_rc.models.base import COMPILE_BACKEND, Conditioning, DiffusionModel
 from flowgrpo_rc.models.config import ModelConfig
@@ -557,16 +558,8 @@ class DiffusionActor:
     def _metrics(
         self, mini_steps: Sequence[LossMetrics], norms: Sequence[float], update: "_Update"
     ) -> dict[str, float]:
-        """Metrics of an update: means over all mini-steps, and ``..._first`` from the first alone."""
-        first = mini_steps[0].compute()
-        metrics = reduce(add, mini_steps).compute()
-        for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_inert"):
-            # A rejected element counts as a ratio of 1; divide by the kept share to get the clipped share of the rest.
-            metrics[f"{name}_first"] = first[name] / (first["actor/kept_fraction"] or 1.0)
-        metrics["actor/log_ratio_abs_mean_first"] = first["actor/log_ratio_abs_mean"]
-        metrics["actor/ratio_deviation_first"] = max(
-            abs(first["actor/ratio_max"] - 1), abs(first["actor/ratio_min"] - 1)
-        )
+        """Metrics of an update and of the correction."""
+        metrics = metrics_of_update(mini_steps)
         if norms:
             metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self._lr

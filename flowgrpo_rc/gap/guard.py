@@ -29,10 +29,13 @@ class Guard:
 
     Args:
         configured: the mode of the configuration; ``guard...`` of its correction are limits and reaction.
+        of_tokens: the update is the prompt writer's.
     """
 
-    def __init__(self, configured: ModeInForce) -> None:
+    def __init__(self, configured: ModeInForce, *, of_tokens: bool = False) -> None:
         self._configured = configured
+        self._of_tokens = of_tokens
+        self._name = "guard of the prompt writer" if of_tokens else "guard"
         self._correction = configured.rollout_correction
         self._limits = {figure: limit.alarm(self._correction) for figure, limit in LIMITS.items()}
         self._over_limit = dict.fromkeys(LIMITS, 0)
@@ -66,14 +69,14 @@ class Guard:
         alarms = [figure for figure in readings if self._over_limit[figure] >= self._correction.guard_patience]
         if alarms and self._correction.guard == "fallback" and self.mode.bypasses:
             # The remedy must fit the mode in which the alarm was raised, so the message comes before the change.
-            self.say(f"guard: {self._diagnosis(alarms, readings, step)}. Falling back to decoupled mode")
+            self.say(f"{self._name}: {self._diagnosis(alarms, readings, step)}. Falling back to decoupled mode")
             self._change_mode(fallen_back=True)
             self._causes = set(alarms)
         # Once per run: the metrics keep counting, and a log full of one warning hides the others.
         elif new := [figure for figure in alarms if figure not in self._warned_of]:
             self._warned_of |= set(new)
             if PartialState().is_main_process:
-                warnings.warn(f"guard: {self._diagnosis(new, readings, step)}", stacklevel=3)
+                warnings.warn(f"{self._name}: {self._diagnosis(new, readings, step)}", stacklevel=3)
         elif self.fallen_back:
             self._consider_return(metrics, readings, step)
         causes = {*alarms, *(self._causes if self.fallen_back else ())}
@@ -109,17 +112,19 @@ class Guard:
 
     def _diagnosis(self, causes: list[str], readings: dict[str, float], step: int) -> str:
         parts = []
+        samples = "tokens" if self._of_tokens else "samples"
         for figure in causes:
             value, limit = readings[figure], self._limits[figure]
             what = {
-                CLIP: f"{value:.0%} of the samples lay outside the {self._configured.objective.limit.name} before "
+                CLIP: f"{value:.0%} of the {samples} lay outside the {self._configured.objective.limit.name} before "
                 f"anything was learned (limit {limit:.0%}), so the engine's error has a say in what is learned",
-                REJECTED: f"{value:.0%} of the samples were rejected (limit {limit:.0%})",
+                REJECTED: f"{value:.0%} of the {samples} were rejected (limit {limit:.0%})",
                 ZEROED: f"{value:.0%} of the importance weights were 0 (limit {limit:.0%})",
                 ENGINE_GAP: f"engine and actor differ by {value:.2g} in mean |log ratio| per latent dimension with "
                 f"equal weights (limit {limit:g}), so the engine computes something else",
             }[figure]
-            parts.append(f"{what}. {remedy(figure, self._configured, fallen_back=self.fallen_back)}")
+            advice = remedy(figure, self._configured, fallen_back=self.fallen_back, of_tokens=self._of_tokens)
+            parts.append(f"{what}. {advice}")
         return f"step {step}: for {self._correction.guard_patience} updates in a row, {'; '.join(parts)}"
 
     def _consider_return(self, metrics: dict[str, float], readings: dict[str, float], step: int) -> None:
@@ -164,4 +169,4 @@ class Guard:
             self.fallen_back = self._correction.guard == "fallback"
             back = f"; guard={self._correction.guard} takes it back to bypass"
             follows = ", and goes on there" if self.fallen_back else back
-            self.say(f"guard: this run had fallen back to decoupled mode{follows}")
+            self.say(f"{self._name}: this run had fallen back to decoupled mode{follows}")

@@ -125,7 +125,7 @@ USUAL_MODE = ModeInForce(
 """The usual run, for remedies on metrics that come without a configuration."""
 
 
-def remedy(finding: str, mode: ModeInForce, *, fallen_back: bool = False) -> str:
+def remedy(finding: str, mode: ModeInForce, *, fallen_back: bool = False, of_tokens: bool = False) -> str:
     """Return what to do about a figure beyond its limit, as a sentence without its full stop.
 
     The remedy is neither in force already nor refused by the configuration.
@@ -134,17 +134,21 @@ def remedy(finding: str, mode: ModeInForce, *, fallen_back: bool = False) -> str
         finding: a figure of ``LIMITS``, or ``CLIP_AT_TIMESTEP``.
         mode: the configured mode.
         fallen_back: the guard has moved the run to decoupled mode.
+        of_tokens: the mode is the prompt writer's, whose settings are in ``algorithm.prompt_writer.actor``.
 
     Raises:
         KeyError: no such finding.
     """
     widen = widen_limit(mode, fallen_back=fallen_back)
+    if of_tokens:
+        widen = widen.replace("diffusion_loss", "token_loss")
     clip_less = widen
     at_a_timestep = widen
     limits_the_gap = mode.limits_the_gap and not fallen_back
     if limits_the_gap and mode.diffusion_loss.clip_ratio != "auto":
         clip_less += " beyond the gap"
-    if may_calibrate_clip(mode, fallen_back=fallen_back):
+    # Nothing of tokens is calibrated.
+    if not of_tokens and may_calibrate_clip(mode, fallen_back=fallen_back):
         clip_less += " or set it to auto"
         at_a_timestep = "Set clip_ratio=auto, whose clip band follows each timestep"
     if limits_the_gap:
@@ -153,7 +157,7 @@ def remedy(finding: str, mode: ModeInForce, *, fallen_back: bool = False) -> str
     return {
         CLIP: clip_less,
         CLIP_AT_TIMESTEP: f"{at_a_timestep}, or move rollout.algo.sde_window_range",
-        REJECTED: f"{_reject_less(mode.rollout_correction)}, {closer}",
+        REJECTED: f"{_reject_less(mode.rollout_correction, calibrates=not of_tokens)}, {closer}",
         ZEROED: f"Widen rollout_is_threshold, {closer}",
         ENGINE_GAP: "Compare dtype, timestep_dtype, quantization, attention kernel and schedule of engine and actor",
     }[finding]
@@ -177,14 +181,14 @@ def widen_limit(mode: ModeInForce, *, fallen_back: bool = False) -> str:
     return f"Widen diffusion_loss.{f'{key}_low and {key}_high' if loss.has_sides else key}"
 
 
-def _reject_less(correction: RolloutCorrectionConfig) -> str:
+def _reject_less(correction: RolloutCorrectionConfig, *, calibrates: bool) -> str:
     criteria = correction.rollout_rs
     # Without criteria only the mask mode of the weights rejects.
     if criteria is None:
         return "Widen rollout_is_threshold"
     if correction.rollout_rs_threshold == "auto":
         return "Raise rollout_rs_auto_max"
-    takes_auto = criteria.startswith("seq_") and "," not in criteria
+    takes_auto = calibrates and criteria.startswith("seq_") and "," not in criteria
     return "Widen rollout_rs_threshold" + (" or set it to auto" if takes_auto else "")
 
 

@@ -5,8 +5,10 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -226,6 +228,19 @@ def loss_sums(inputs: LossInputs) -> LossSums:
         velocity_squares=inputs.velocity_squares,
     )
     return LossSums(total, denominator, metrics, inputs.correction)
+
+
+def metrics_of_update(mini_steps: Sequence[LossMetrics]) -> dict[str, float]:
+    """Means over all mini-steps of an update, as ``LossMetrics.compute`` names them, and ``..._first`` from the first
+    alone, before anything was learned."""
+    first = mini_steps[0].compute()
+    metrics = reduce(add, mini_steps).compute()
+    for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_inert"):
+        # A rejected element counts as a ratio of 1; divide by the kept share to get the clipped share of the rest.
+        metrics[f"{name}_first"] = first[name] / (first["actor/kept_fraction"] or 1.0)
+    metrics["actor/log_ratio_abs_mean_first"] = first["actor/log_ratio_abs_mean"]
+    metrics["actor/ratio_deviation_first"] = max(abs(first["actor/ratio_max"] - 1), abs(first["actor/ratio_min"] - 1))
+    return metrics
 
 
 def mean_loss(

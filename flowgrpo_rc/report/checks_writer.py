@@ -1,6 +1,6 @@
 """Checks on a prompt writer: rewrites that cannot be used, and its engine's gap."""
 
-from flowgrpo_rc.report.check import Measurement, checks, recent_mean, span_words
+from flowgrpo_rc.report.check import Check, Measurement, checks, recent_mean, span_words
 from flowgrpo_rc.report.finding import HealthyRange, number
 from flowgrpo_rc.report.history import History
 
@@ -19,6 +19,17 @@ def gap_in_the_clip_band(history: History) -> Measurement | None:
     return Measurement(value, series.metric, series.span, says)
 
 
+def guard_alarms(history: History) -> Measurement:
+    """1 if the prompt writer's guard raises alarms or has left bypass mode, else 0."""
+    alarms = history.require("writer/guard/alarms")
+    metric, state, value = "writer/guard/alarms", "is quiet", 0.0
+    if history.is_raised("writer/guard/fallback"):
+        metric, state, value = "writer/guard/fallback", "has the writer in decoupled mode", 1.0
+    elif history.is_raised("writer/guard/alarms"):
+        state, value = "raises alarms", 1.0
+    return Measurement(value, metric, alarms.span, f"its guard {state} at step {alarms.steps[-1]}")
+
+
 WRITER_LIMITS = {
     "writer_unfit": HealthyRange(high=0.2, problem_high=0.5),
     "writer_read": HealthyRange(low=0.9, problem_low=0.5),
@@ -29,12 +40,22 @@ WRITER_ADVICE = {
     "writer_read": f"Raise rollout.pipeline.max_sequence_length, or lower {_HERE}.max_new_tokens.",
     "writer_gap": f"Raise {_HERE}.engine.dtype, or widen {_HERE}.actor.token_loss.clip_ratio.",
 }
-WRITER_CHECKS = checks(
-    (
-        ("writer_unfit", "Rewrites that are empty or do not end", recent_mean("writer/unfit_fraction")),
-        ("writer_read", "Rewrites that the image model reads to the end", recent_mean("writer/read_fraction")),
-        ("writer_gap", "The prompt writer's gap against its clip band", gap_in_the_clip_band),
+WRITER_CHECKS = (
+    *checks(
+        (
+            ("writer_unfit", "Rewrites that are empty or do not end", recent_mean("writer/unfit_fraction")),
+            ("writer_read", "Rewrites that the image model reads to the end", recent_mean("writer/read_fraction")),
+            ("writer_gap", "The prompt writer's gap against its clip band", gap_in_the_clip_band),
+        ),
+        WRITER_LIMITS,
+        WRITER_ADVICE,
     ),
-    WRITER_LIMITS,
-    WRITER_ADVICE,
+    Check(
+        name="writer_guard",
+        title="The prompt writer's guard",
+        measure=guard_alarms,
+        sde=HealthyRange(high=0.0),
+        limits="healthy: quiet, watch: alarms, or fallen back",
+        advice=f"Do what the alarm said, or set {_HERE}.actor.rollout_correction.guard=fallback.",
+    ),
 )

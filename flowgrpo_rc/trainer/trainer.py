@@ -108,6 +108,8 @@ class FlowGRPOTrainer:
         self.outputs = RunOutputs(self.folder, self.logger.alert)
         # Before the resume, which restores the guard's state.
         run.guard.say = self.logger.alert
+        if run.writer is not None:
+            run.writer.guard.say = self.logger.alert
         run.replay.say = self.logger.alert
         if self.folder.lock is not None and self.folder.lock.problem is not None:
             self.logger.alert(
@@ -157,7 +159,7 @@ class FlowGRPOTrainer:
                 self.outputs.rollout(self.run, self.step, images, request, scored)
         if self.run.writer is not None and request.rewrites is not None:
             with self.timer("writer"):
-                metrics |= self.run.writer.learn(request.rewrites, scored.total, self._gather)
+                metrics |= self.run.writer.learn(request.rewrites, scored.total, self._gather, self.step + 1)
         if learns_images:
             metrics |= self._learn(batch, request, scored)
         self.step += 1

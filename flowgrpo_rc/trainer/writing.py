@@ -14,9 +14,9 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch
 from flowgrpo_rc.data import PromptRecord
+from flowgrpo_rc.gap.guard import Guard
 from flowgrpo_rc.gap.tokens import TokenGap, token_gap
 from flowgrpo_rc.loss import group_advantages
 from flowgrpo_rc.models.base import DiffusionModel
@@ -100,6 +100,7 @@ class PromptWriting:
             self.engine.close()
             raise
         rollout = config.actor_rollout_ref.rollout
+        self.guard = Guard(self.actor.configured, of_tokens=True)
         # Requests are written when they are made, wherever the images' engine is.
         self.adapter = AdapterSync(self.engine, self.actor, rollout.staleness, rollout.ahead)
 
@@ -166,11 +167,13 @@ class PromptWriting:
         check_adapter(self.adapter.held, written.adapter_version, written.adapter_digest)
         batch = written.batch
         log_ratio = self.actor.score(batch).log_probs.double() - batch[Key.ROLLOUT_LOG_PROBS].double()
-        mode = ModeInForce(self.config.actor.rollout_correction, self.config.actor.diffusion_loss)
-        return token_gap(mode, log_ratio, batch[Key.RESPONSE_MASK])
+        return token_gap(self.actor.configured, log_ratio, batch[Key.RESPONSE_MASK])
 
-    def learn(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"], gather: Gather) -> dict[str, float]:
-        """Learn from the rewards of the rewrites' images, which are equally many and side by side; returns metrics."""
+    def learn(
+        self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"], gather: Gather, step: int
+    ) -> dict[str, float]:
+        """Learn from the rewards of the rewrites' images, which are equally many and side by side; returns metrics.
+        The guard judges those of the update, and names ``step`` in its messages."""
         batch = rewrites.written.batch
         scores = self.scores(rewrites, rewards)
         metrics = self._figures(rewrites, scores, gather)
@@ -178,11 +181,13 @@ class PromptWriting:
             return metrics
         batch[Key.ADVANTAGES] = self._advantages(scores, rewrites.request, gather)
         old, gap = None, None
-        if not self.config.actor.rollout_correction.bypass_mode:
-            old, gap = self.actor.correct(batch, self.actor.score(batch))
+        mode = self.guard.mode
+        if not mode.bypasses:
+            old, gap = self.actor.correct(batch, self.actor.score(batch), mode)
         parts = torch.arange(len(batch)).chunk(self._mini_batches)
         minis = [MiniBatch(rows, None if old is None else old.rows(rows)) for rows in parts]
-        update = self.actor.update(batch, minis, gap)
+        update = self.actor.update(batch, minis, gap, mode)
+        update |= self.guard(update, step)
         return metrics | {f"writer/{name.removeprefix('actor/')}": value for name, value in update.items()}
 
     def scores(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"]) -> Float[Tensor, " P"]:
@@ -232,7 +237,7 @@ class PromptWriting:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Adapter, those of later batches, average, optimizer and schedule."""
+        """Adapter, those of later batches, average, optimizer and schedule, and the guard's state."""
         average = self.actor.average
         return {
             "adapter": adapter_state(self.actor.network),
@@ -240,6 +245,7 @@ class PromptWriting:
             "average": None if average is None else average.state_dict(),
             "optimizer": self.actor.optimizer.state_dict(),
             "taken": self.actor.lr_scheduler.last_epoch,
+            "guard": self.guard.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -248,6 +254,8 @@ class PromptWriting:
         self.actor.load_average(state.get("average"))
         self.adapter.restore(0, state.get("older", {}))
         self.actor.load_optimizer(state["optimizer"]["state"], state["taken"])
+        if "guard" in state:
+            self.guard.load_state_dict(state["guard"])
 
     def check_base(self, folder: Path) -> None:
         """Raise ``AdapterMismatchError`` if the adapter that ``save`` wrote was trained on another network or

@@ -226,3 +226,14 @@ def test_a_run_in_the_collapsing_setting_is_moved_to_decoupled_mode(small_config
             assert row[name] == pytest.approx(other[name], rel=1e-6), name
     again = resumed("true", "step_3")[-1]
     assert (again["actor/grad_norm"], again["guard/fallback"]) == (rows[-1]["actor/grad_norm"], 1)
+
+
+def test_of_tokens_it_names_their_settings():
+    """Nothing of tokens is calibrated, so that ``auto`` is no remedy."""
+    config = compose("tiny_qwen_image_ocr", [*BYPASS, f"{RC}.rollout_rs=seq_mean_k1", f"{RC}.rollout_rs_threshold=1"])
+    guard = Guard(ModeInForce.configured(config.actor_rollout_ref.actor), of_tokens=True)
+    with pytest.warns(UserWarning, match="guard of the prompt writer: step 3: .* 20% of the tokens lay out") as caught:
+        feed(guard, 3, clip=0.2, kept=0.4)
+    text = str(caught[0].message)
+    for remedy in ("Widen token_loss.clip_ratio beyond the gap, or set", "Widen rollout_rs_threshold, or bring"):
+        assert remedy in text

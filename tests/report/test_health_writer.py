@@ -32,3 +32,16 @@ def test_the_gap_is_said_in_clip_bands():
     assert "0.6 of clip_ratio=0.2" in finding.measured
     assert "engine.dtype" in finding.advice
     assert found([{GAP: 0.12}] * 12, "writer_gap", None) is None
+
+
+@pytest.mark.parametrize(
+    ("metrics", "level", "words"),
+    [
+        ({"alarms": 0, "fallback": 0}, "ok", "is quiet at step 12"),
+        ({"alarms": 1, "fallback": 0}, "watch", "raises alarms at step 12"),
+        ({"alarms": 0, "fallback": 1}, "watch", "has the writer in decoupled mode at step 12"),
+    ],
+)
+def test_the_guard(metrics, level, words):
+    finding = found([{f"writer/guard/{name}": value for name, value in metrics.items()}] * 12, "writer_guard")
+    assert (finding.level, words in finding.measured) == (level, True)

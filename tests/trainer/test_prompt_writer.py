@@ -238,6 +238,32 @@ def test_a_resumed_run_repeats_an_undisturbed_one(small_config):
 
 
 @pytest.mark.run
+def test_a_writer_in_a_collapsing_setting_is_moved_to_decoupled_mode(small_config):
+    """From the update after the alarm on it is exactly a decoupled run from the same adapter, also after a resume."""
+    correction = f"{WRITER}.actor.rollout_correction"
+    settings = (*REQUESTS, *WITH, f"{correction}.guard=fallback", f"{correction}.guard_patience=2")
+    settings += (f"{WRITER}.actor.token_loss.clip_ratio=1e-6", f"{WRITER}.actor.optim.lr_scheduler_type=constant")
+    settings += ("actor_rollout_ref.actor.optim.lr_scheduler_type=constant",)
+    settings += ("trainer.total_training_steps=4", "trainer.save_freq=1")
+    run = FlowGRPOTrainer(small_config(*settings, f"{correction}.bypass_mode=true", folder="guarded"))
+    rows = run.fit().rows()[1:]
+    assert [row["writer/guard/fallback"] for row in rows] == [0, 1, 1, 1]
+    assert all(row["writer/pg_clipfrac_first"] > 0.1 for row in rows[:2])
+    assert all(row["writer/pg_clipfrac_first"] == 0 for row in rows[2:])
+
+    def resumed(bypass, step):
+        place = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run.folder.checkpoints / step}")
+        config = small_config(*settings, f"{correction}.bypass_mode={bypass}", *place, folder=f"from_{step}")
+        return FlowGRPOTrainer(config).fit().rows()
+
+    for row, other in zip(rows[2:], resumed("false", "step_2"), strict=True):
+        for name in ("writer/pg_loss", "writer/grad_norm", "reward/mean", "writer/rollout_corr/logprob_abs_diff_mean"):
+            assert row[name] == pytest.approx(other[name], rel=1e-6), name
+    again = resumed("true", "step_3")[-1]
+    assert (again["writer/grad_norm"], again["writer/guard/fallback"]) == (rows[-1]["writer/grad_norm"], 1)
+
+
+@pytest.mark.run
 def test_rewrites_ahead_are_those_of_a_late_adapter(small_config, pooled):
     """In every number, both sides' averages and a resume included; the second batch is from the first adapter still."""
     averaged = ("actor_rollout_ref.actor.ema_decay=0.5", f"{WRITER}.actor.ema_decay=0.5", "trainer.test_freq=1")
