@@ -101,12 +101,12 @@ class CacheConfig(Section):
             if key == "taylor_factors_dtype":
                 return torch_dtype(convert(Annotated[str, one_of(DTYPES)], value))
             value = convert(kind, value)
-            least = 0 if key == "max_order" else 1
-            if type(value) is int and value < least:
-                raise ValueError(f"got {value}; give {least} or more")
             if key.endswith("_identifiers"):
                 for pattern in value or ():
                     re.compile(pattern)
+            least = 0 if key == "max_order" else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"got {value}; give {least} or more")
         except (ValueError, re.error) as error:
             told = str(error) if str(error).startswith("got ") else f"got {value}; {error}"
             raise ValueError(f"{self.section}.options.{key}: {told}") from None
