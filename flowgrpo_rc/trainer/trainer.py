@@ -159,7 +159,7 @@ class FlowGRPOTrainer:
                 self.outputs.rollout(self.run, self.step, images, request, scored)
         if self.run.writer is not None and request.rewrites is not None:
             with self.timer("writer"):
-                metrics |= self.run.writer.learn(request.rewrites, scored.total, self._gather, self.step + 1)
+                metrics |= self.run.writer.learn(request.rewrites, scored.total, self._gather)
         if learns_images:
             metrics |= self._learn(batch, request, scored)
         self.step += 1

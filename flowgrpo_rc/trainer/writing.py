@@ -100,7 +100,9 @@ class PromptWriting:
             self.engine.close()
             raise
         rollout = config.actor_rollout_ref.rollout
-        self.guard = Guard(self.actor.configured, of_tokens=True)
+        self.guard = Guard(self.actor.mode, of_tokens=True)
+        # Number of batches learned from.
+        self._step = 0
         # Requests are written when they are made, wherever the images' engine is.
         self.adapter = AdapterSync(self.engine, self.actor, rollout.staleness, rollout.ahead)
 
@@ -113,6 +115,7 @@ class PromptWriting:
     def push(self, version: int) -> None:
         """Give the engine the adapter for the batch that it writes next; raises ``RolloutSyncError`` if it does not
         hold it then."""
+        self._step = version
         self.adapter.push(version)
 
     def write(self, step: int, requests: Sequence[PromptRecord], positions: Sequence[int]) -> Rewrites:
@@ -167,13 +170,11 @@ class PromptWriting:
         check_adapter(self.adapter.held, written.adapter_version, written.adapter_digest)
         batch = written.batch
         log_ratio = self.actor.score(batch).log_probs.double() - batch[Key.ROLLOUT_LOG_PROBS].double()
-        return token_gap(self.actor.configured, log_ratio, batch[Key.RESPONSE_MASK])
+        return token_gap(self.actor.mode, log_ratio, batch[Key.RESPONSE_MASK])
 
-    def learn(
-        self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"], gather: Gather, step: int
-    ) -> dict[str, float]:
+    def learn(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"], gather: Gather) -> dict[str, float]:
         """Learn from the rewards of the rewrites' images, which are equally many and side by side; returns metrics.
-        The guard judges those of the update, and names ``step`` in its messages."""
+        The guard judges those of the update, and sets the mode of the next one."""
         batch = rewrites.written.batch
         scores = self.scores(rewrites, rewards)
         metrics = self._figures(rewrites, scores, gather)
@@ -181,13 +182,13 @@ class PromptWriting:
             return metrics
         batch[Key.ADVANTAGES] = self._advantages(scores, rewrites.request, gather)
         old, gap = None, None
-        mode = self.guard.mode
-        if not mode.bypasses:
-            old, gap = self.actor.correct(batch, self.actor.score(batch), mode)
+        if not self.actor.mode.bypasses:
+            old, gap = self.actor.correct(batch, self.actor.score(batch))
         parts = torch.arange(len(batch)).chunk(self._mini_batches)
         minis = [MiniBatch(rows, None if old is None else old.rows(rows)) for rows in parts]
-        update = self.actor.update(batch, minis, gap, mode)
-        update |= self.guard(update, step)
+        update = self.actor.update(batch, minis, gap)
+        update |= self.guard(update, self._step + 1)
+        self.actor.mode = self.guard.mode
         return metrics | {f"writer/{name.removeprefix('actor/')}": value for name, value in update.items()}
 
     def scores(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"]) -> Float[Tensor, " P"]:
@@ -256,6 +257,7 @@ class PromptWriting:
         self.actor.load_optimizer(state["optimizer"]["state"], state["taken"])
         if "guard" in state:
             self.guard.load_state_dict(state["guard"])
+            self.actor.mode = self.guard.mode
 
     def check_base(self, folder: Path) -> None:
         """Raise ``AdapterMismatchError`` if the adapter that ``save`` wrote was trained on another network or

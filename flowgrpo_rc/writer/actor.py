@@ -47,7 +47,8 @@ class WriterActor:
 
     def __init__(self, language: LanguageModel, total_optimizer_steps: int) -> None:
         self.config = language.config.actor
-        self.configured = ModeInForce.configured(self.config)
+        self.mode = ModeInForce.configured(self.config)
+        """The correction and the loss of the next update: the configured ones, or those that the guard put in force."""
         self.network: Any = language.network
         self._device = language.device
         self._lr = self.config.optim.lr
@@ -95,22 +96,15 @@ class WriterActor:
         size = self.config.ppo_micro_batch_size_per_gpu
         return OldPolicy(log_probs=torch.cat([self._log_probs(rows).cpu() for rows in batch.split(size)]))
 
-    def correct(
-        self, batch: TensorDict, old: OldPolicy, mode: ModeInForce | None = None
-    ) -> tuple[OldPolicy, MetricAccumulator]:
-        """Decoupled mode: add weights and rejection, ``pi_old / pi_rollout``; and the measurements of the gap.
-        ``mode`` is that in force, by default the configured one."""
-        corrected, moments = correct_old_policy(old, batch, (mode or self.configured).rollout_correction)
+    def correct(self, batch: TensorDict, old: OldPolicy) -> tuple[OldPolicy, MetricAccumulator]:
+        """Decoupled mode: add weights and rejection, ``pi_old / pi_rollout``; and the measurements of the gap."""
+        corrected, moments = correct_old_policy(old, batch, self.mode.rollout_correction)
         gap = MetricAccumulator()
         gap.add(moments)
         return corrected, gap
 
     def update(
-        self,
-        batch: TensorDict,
-        mini_batches: Sequence[MiniBatch],
-        gap: MetricAccumulator | None = None,
-        mode: ModeInForce | None = None,
+        self, batch: TensorDict, mini_batches: Sequence[MiniBatch], gap: MetricAccumulator | None = None
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch, ``ppo_epochs`` times; returns metrics named by ``metrics_of_update``.
 
@@ -118,18 +112,15 @@ class WriterActor:
             batch: rewrites of this process with ``advantages`` ``(B,)``, as ``Written.batch`` has them.
             mini_batches: rows and old policy of each optimizer step; in bypass mode without one.
             gap: measurements of the correction so far; bypass mode adds its own.
-            mode: the mode in force; by default the configured one.
 
         Raises:
             NonFiniteWriterError: a loss or gradient is not finite; the optimizer was not stepped.
             ValueError: a mini-batch without an old policy in decoupled mode.
         """
-        mode = mode or self.configured
-        if not mode.bypasses and any(mini.old is None for mini in mini_batches):
+        if not self.mode.bypasses and any(mini.old is None for mini in mini_batches):
             raise ValueError("update() was given a mini-batch without an old policy; in decoupled mode score() it")
         gap = gap or MetricAccumulator()
-        passes = range(self.config.ppo_epochs)
-        found = [self._optimizer_step(batch, mini, gap, mode) for _ in passes for mini in mini_batches]
+        found = [self._optimizer_step(batch, mini, gap) for _ in range(self.config.ppo_epochs) for mini in mini_batches]
         metrics = metrics_of_update([step for step, _ in found])
         norms = [norm for _, norm in found if norm is not None]
         if norms:
@@ -138,12 +129,12 @@ class WriterActor:
         return metrics | gap.compute()
 
     def _optimizer_step(
-        self, batch: TensorDict, mini: MiniBatch, gap: MetricAccumulator, mode: ModeInForce
+        self, batch: TensorDict, mini: MiniBatch, gap: MetricAccumulator
     ) -> tuple[LossMetrics, float | None]:
         """The step's figures, and its gradient's norm; ``None`` if rejection kept nothing and no step was taken."""
         self.optimizer.zero_grad(set_to_none=True)
         parts = [
-            self._backward(batch, mini.part(places), gap, mode)
+            self._backward(batch, mini.part(places), gap)
             for places in torch.arange(len(mini.rows)).split(self.config.ppo_micro_batch_size_per_gpu)
         ]
         total = reduce(add, parts).all_reduce()
@@ -171,14 +162,14 @@ class WriterActor:
             self.average.step(self._parameters)
         return total, norm
 
-    def _backward(self, batch: TensorDict, micro: MiniBatch, gap: MetricAccumulator, mode: ModeInForce) -> LossMetrics:
+    def _backward(self, batch: TensorDict, micro: MiniBatch, gap: MetricAccumulator) -> LossMetrics:
         rows = batch[micro.rows]
         old = OldPolicy.of_rollout(rows) if micro.old is None else micro.old
         data = {name: value.to(self._device) for name, value in {**rows, **old.batch_keys()}.items()}
-        if mode.use_kl_loss:
+        if self.mode.use_kl_loss:
             with torch.no_grad():
                 data[Key.REF_LOG_PROBS] = self._log_probs(data, adapter=None)
-        sums = token_loss_sums(mode, {"log_probs": self._log_probs(data)}, data)
+        sums = token_loss_sums(self.mode, {"log_probs": self._log_probs(data)}, data)
         sums.loss_sum.backward()
         if sums.correction is not None:
             gap.add(sums.correction)
