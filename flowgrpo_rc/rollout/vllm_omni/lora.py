@@ -180,7 +180,7 @@ class RolloutWorker(CustomPipelineWorkerExtension):
     model_runner: Any
     lora_manager: Any
 
-    def flowgrpo_prepare(self, vae_dtype: str, batch_guidance: bool, tea_cache: str | None) -> None:
+    def flowgrpo_prepare(self, vae_dtype: str, batch_guidance: bool, tea_cache: str | None = None) -> None:
         """Prepare the pipeline once, after loading. Raises ``RuntimeError`` if blocks that were to be compiled are not:
         vllm-omni would say so in its log, and go on."""
         asked = not self.model_runner.od_config.enforce_eager
