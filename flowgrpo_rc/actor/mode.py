@@ -7,14 +7,10 @@ holds another value of this class and passes it to everything that depends on th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from flowgrpo_rc.actor.config import DiffusionActorConfig, DiffusionLossConfig
 from flowgrpo_rc.correction.options.config import RolloutCorrectionConfig
 from flowgrpo_rc.loss.objectives import Objective
-
-if TYPE_CHECKING:
-    from flowgrpo_rc.writer.config import WriterActorConfig
 
 
 @dataclass(frozen=True)
@@ -28,8 +24,8 @@ class ModeInForce:
     kl_loss_type: str = "gaussian"
 
     @classmethod
-    def configured(cls, actor: DiffusionActorConfig | WriterActorConfig) -> ModeInForce:
-        """The mode of the section ``actor_rollout_ref.actor``, or of ``algorithm.prompt_writer.actor``."""
+    def configured(cls, actor: DiffusionActorConfig) -> ModeInForce:
+        """The mode of the section ``actor_rollout_ref.actor``."""
         kl = (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type)
         return cls(actor.rollout_correction, actor.diffusion_loss, *kl)
 

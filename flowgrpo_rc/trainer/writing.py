@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
+from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.batch import Key, MiniBatch
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.gap.guard import Guard
@@ -100,7 +101,9 @@ class PromptWriting:
             self.engine.close()
             raise
         rollout = config.actor_rollout_ref.rollout
-        self.guard = Guard(self.actor.mode, of_tokens=True)
+        own = self.config.actor
+        mode = ModeInForce(own.rollout_correction, own.diffusion_loss, own.use_kl_loss, own.kl_loss_coef)
+        self.guard = Guard(mode, of_tokens=True)
         # Number of batches learned from.
         self._step = 0
         # Requests are written when they are made, wherever the images' engine is.
@@ -170,7 +173,7 @@ class PromptWriting:
         check_adapter(self.adapter.held, written.adapter_version, written.adapter_digest)
         batch = written.batch
         log_ratio = self.actor.score(batch).log_probs.double() - batch[Key.ROLLOUT_LOG_PROBS].double()
-        return token_gap(self.actor.mode, log_ratio, batch[Key.RESPONSE_MASK])
+        return token_gap(self.guard.mode, log_ratio, batch[Key.RESPONSE_MASK])
 
     def learn(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"], gather: Gather) -> dict[str, float]:
         """Learn from the rewards of the rewrites' images, which are equally many and side by side; returns metrics.
@@ -182,13 +185,13 @@ class PromptWriting:
             return metrics
         batch[Key.ADVANTAGES] = self._advantages(scores, rewrites.request, gather)
         old, gap = None, None
-        if not self.actor.mode.bypasses:
+        if not self.guard.mode.bypasses:
             old, gap = self.actor.correct(batch, self.actor.score(batch))
         parts = torch.arange(len(batch)).chunk(self._mini_batches)
         minis = [MiniBatch(rows, None if old is None else old.rows(rows)) for rows in parts]
         update = self.actor.update(batch, minis, gap)
         update |= self.guard(update, self._step + 1)
-        self.actor.mode = self.guard.mode
+        self.actor.in_force = self.guard.mode
         return metrics | {f"writer/{name.removeprefix('actor/')}": value for name, value in update.items()}
 
     def scores(self, rewrites: Rewrites, rewards: Float[np.ndarray, " B"]) -> Float[Tensor, " P"]:
@@ -257,7 +260,7 @@ class PromptWriting:
         self.actor.load_optimizer(state["optimizer"]["state"], state["taken"])
         if "guard" in state:
             self.guard.load_state_dict(state["guard"])
-            self.actor.mode = self.guard.mode
+            self.actor.in_force = self.guard.mode
 
     def check_base(self, folder: Path) -> None:
         """Raise ``AdapterMismatchError`` if the adapter that ``save`` wrote was trained on another network or

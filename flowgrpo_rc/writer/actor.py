@@ -19,11 +19,11 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from flowgrpo_rc.actor.mode import ModeInForce
 from flowgrpo_rc.actor.optimizer import make_optimizer, moving_average, reduce_gradients, resume_optimizer
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy, correct_old_policy
 from flowgrpo_rc.correction import MetricAccumulator
 from flowgrpo_rc.dtypes import torch_dtype
+from flowgrpo_rc.loss.inputs import ActorLossConfig
 from flowgrpo_rc.loss.sums import LossMetrics, metrics_of_update
 from flowgrpo_rc.loss.tokens import token_loss_sums
 from flowgrpo_rc.models.lora import ACTOR_ADAPTER, adapter_active, adapter_parameters
@@ -47,8 +47,8 @@ class WriterActor:
 
     def __init__(self, language: LanguageModel, total_optimizer_steps: int) -> None:
         self.config = language.config.actor
-        self.mode = ModeInForce.configured(self.config)
-        """The correction and the loss of the next update: the configured ones, or those that the guard put in force."""
+        self.in_force: ActorLossConfig = self.config
+        """Loss and correction of the next update: the configured ones, or those that the guard has put in force."""
         self.network: Any = language.network
         self._device = language.device
         self._lr = self.config.optim.lr
@@ -98,7 +98,7 @@ class WriterActor:
 
     def correct(self, batch: TensorDict, old: OldPolicy) -> tuple[OldPolicy, MetricAccumulator]:
         """Decoupled mode: add weights and rejection, ``pi_old / pi_rollout``; and the measurements of the gap."""
-        corrected, moments = correct_old_policy(old, batch, self.mode.rollout_correction)
+        corrected, moments = correct_old_policy(old, batch, self.in_force.rollout_correction)
         gap = MetricAccumulator()
         gap.add(moments)
         return corrected, gap
@@ -117,7 +117,7 @@ class WriterActor:
             NonFiniteWriterError: a loss or gradient is not finite; the optimizer was not stepped.
             ValueError: a mini-batch without an old policy in decoupled mode.
         """
-        if not self.mode.bypasses and any(mini.old is None for mini in mini_batches):
+        if not self.in_force.rollout_correction.bypass_mode and any(mini.old is None for mini in mini_batches):
             raise ValueError("update() was given a mini-batch without an old policy; in decoupled mode score() it")
         gap = gap or MetricAccumulator()
         found = [self._optimizer_step(batch, mini, gap) for _ in range(self.config.ppo_epochs) for mini in mini_batches]
@@ -166,10 +166,10 @@ class WriterActor:
         rows = batch[micro.rows]
         old = OldPolicy.of_rollout(rows) if micro.old is None else micro.old
         data = {name: value.to(self._device) for name, value in {**rows, **old.batch_keys()}.items()}
-        if self.mode.use_kl_loss:
+        if self.in_force.use_kl_loss:
             with torch.no_grad():
                 data[Key.REF_LOG_PROBS] = self._log_probs(data, adapter=None)
-        sums = token_loss_sums(self.mode, {"log_probs": self._log_probs(data)}, data)
+        sums = token_loss_sums(self.in_force, {"log_probs": self._log_probs(data)}, data)
         sums.loss_sum.backward()
         if sums.correction is not None:
             gap.add(sums.correction)
