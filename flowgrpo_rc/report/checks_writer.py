@@ -22,12 +22,13 @@ def gap_in_the_clip_band(history: History) -> Measurement | None:
 def guard_alarms(history: History) -> Measurement:
     """1 if the prompt writer's guard raises alarms or has left bypass mode, else 0."""
     alarms = history.require("writer/guard/alarms")
-    metric, state, value = "writer/guard/alarms", "is quiet", 0.0
-    if history.is_raised("writer/guard/fallback"):
-        metric, state, value = "writer/guard/fallback", "has the writer in decoupled mode", 1.0
-    elif history.is_raised("writer/guard/alarms"):
-        state, value = "raises alarms", 1.0
-    return Measurement(value, metric, alarms.span, f"its guard {state} at step {alarms.steps[-1]}")
+    fallen_back = history.is_raised("writer/guard/fallback")
+    raised = fallen_back or history.is_raised(alarms.metric)
+    state = "raises alarms" if raised else "is quiet"
+    if fallen_back:
+        state = "has the writer in decoupled mode"
+    metric = "writer/guard/fallback" if fallen_back else alarms.metric
+    return Measurement(float(raised), metric, alarms.span, f"its guard {state} at step {alarms.steps[-1]}")
 
 
 WRITER_LIMITS = {
@@ -56,6 +57,6 @@ WRITER_CHECKS = (
         measure=guard_alarms,
         sde=HealthyRange(high=0.0),
         limits="healthy: quiet, watch: alarms, or fallen back",
-        advice=f"Do what the alarm said, or set {_HERE}.actor.rollout_correction.guard=fallback.",
+        advice="Do what the alarm said.",
     ),
 )

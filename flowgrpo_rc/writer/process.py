@@ -37,7 +37,7 @@ def engine_alone(config: PromptWriterConfig, device: str, allow_tf32: bool) -> W
 class WriterProcesses:
     """A ``SamplesTokens`` of engines in processes, which share out the micro-batches of a call.
 
-    The numbers are those of one engine in the trainer's process, on the same kind of device. An engine that is lost
+    Rewrites and log-probs equal those of one engine in the trainer's process, on the same kind of device. A lost engine
     starts again and repeats its micro-batch; if it is lost again at once, the call raises.
 
     Args:
