@@ -27,7 +27,8 @@ from flowgrpo_rc.trainer.timer import TRAINING_STAGES
 
 HERE = Path(__file__).resolve().parent
 CONFIG = "tiny_qwen_image_ocr"
-TIMEOUT = 3600
+TIMEOUT = 3 * 3600
+"""Seconds after which a run is taken to hang; two of the longest runs beside the tests take more than one hour."""
 
 _LOADING = Lock()
 """Models cannot be loaded by two threads of one process: transformers changes torch's global state meanwhile."""
