@@ -12,11 +12,11 @@ from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.lora import adapter_parameters, attach_lora
 from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.planner.live_bytes import LiveBytes
-from flowgrpo_rc.planner.machines import ENGINE_RUNTIME
+from flowgrpo_rc.planner.machines import ENGINE_RUNTIME, GIB
 from flowgrpo_rc.planner.pipeline import PlanError, bytes_of, parameters_of, replace_tensors
 from flowgrpo_rc.planner.settings import adamw_moments, on_trainers_gpus
 from flowgrpo_rc.rollout.config import IN_TRAINER
-from flowgrpo_rc.writer.config import PromptWriterConfig
+from flowgrpo_rc.writer.config import VLLM, PromptWriterConfig
 from flowgrpo_rc.writer.engine import SeededSampler
 from flowgrpo_rc.writer.language import (
     default_lora_targets,
@@ -53,10 +53,13 @@ class WriterPlan:
 
     def resident(self, gpus: int) -> dict[str, int]:
         """Resident bytes on one of the trainer's ``gpus`` GPUs, by component."""
-        runtime = ENGINE_RUNTIME if self.config.engine.placement != IN_TRAINER else 0
+        settings = self.config.engine
+        process = ENGINE_RUNTIME if settings.placement != IN_TRAINER else 0
+        if settings.name == VLLM:
+            process += round(settings.kv_cache_gib * GIB)
         return {
             "prompt writer": bytes_of(self._actor) - self._lora,
-            "its engine": bytes_of(self._engine) + runtime if self._engine_is_here(gpus) else 0,
+            "its engine": bytes_of(self._engine) + process if self._engine_is_here(gpus) else 0,
             "its LoRA and AdamW's moments": self._lora + self._moments,
             "average of its LoRA": self._lora if self.config.actor.ema_decay is not None else 0,
         }
@@ -65,6 +68,7 @@ class WriterPlan:
         """Bytes that each stage adds, with so many rewrites in a step on one GPU."""
         stages = {}
         if self._engine_is_here(gpus):
+            # Of vllm too, whose activations are not known: its cache is then counted twice.
             stages["writing"] = self._sampling(min(self.config.engine.micro_batch_size, rewrites))
         if self.config.learns != "images":
             rows = min(self.config.actor.ppo_micro_batch_size_per_gpu, rewrites)

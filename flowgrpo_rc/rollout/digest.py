@@ -6,6 +6,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.models.lora import ACTOR_ADAPTER, AdapterMismatchError
+from flowgrpo_rc.transfers import to_host
+
+_A = f".lora_A.{ACTOR_ADAPTER}.weight"
+_B = f".lora_B.{ACTOR_ADAPTER}.weight"
+
 
 def adapter_digest(state: Mapping[str, Tensor]) -> str:
     """SHA-256 over the tensors, on one device, in the order of their names; 64 hexadecimal digits."""
@@ -52,3 +58,25 @@ def _digest(header: bytes, bits: Tensor) -> str:
     # The only transfer of a digest.
     digest.update(bits.cpu().numpy().data)
     return digest.hexdigest()
+
+
+def as_held(state: Mapping[str, Tensor], dtype: torch.dtype, scaling: float) -> dict[str, Tensor]:
+    """``state`` as vllm's layers hold it: in their dtype, with ``alpha / rank`` multiplied into the B matrices."""
+    # Rounded first and scaled then, as vllm does; the other order differs in the last bit.
+    rounded = {name: tensor.to(dtype) for name, tensor in to_host(state).items()}
+    return rounded | {name: tensor * scaling for name, tensor in rounded.items() if name.endswith(_B)}
+
+
+def pairs(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """``{module: (A, B)}`` under the actor's names."""
+    modules = sorted({name.removesuffix(_A).removesuffix(_B) for name in state})
+    # Half a pair would bind silently as a zero matrix.
+    absent = [m + ending for m in modules for ending in (_A, _B) if m + ending not in state]
+    if absent:
+        raise AdapterMismatchError(f"the adapter does not bind: {absent[0]} is missing")
+    return {m: (state[m + _A], state[m + _B]) for m in modules}
+
+
+def unpaired(held: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The inverse of ``pairs``."""
+    return {m + ending: t for m, ab in held.items() for ending, t in zip((_A, _B), ab, strict=True)}

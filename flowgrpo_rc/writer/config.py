@@ -26,6 +26,10 @@ from flowgrpo_rc.section import (
 
 _HERE = "algorithm.prompt_writer"
 LEARNS = ("both", "writer", "images")
+TRANSFORMERS = "transformers"
+VLLM = "vllm"
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Widths that vllm's buffers of an adapter can have."""
 
 
 @documented_fields
@@ -118,10 +122,17 @@ class WriterEngineConfig(Section):
 
     section = f"{_HERE}.engine"
 
+    name: Annotated[str, one_of((TRANSFORMERS, VLLM))] = TRANSFORMERS
+    """The engine: ``transformers``, or ``vllm`` in processes of its own, which is made for large models."""
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     """Precision of the engine's model and adapter; log-probs are computed in float32 from its logits."""
     micro_batch_size: PositiveInt = 32
     """Rewrites that one forward writes."""
+    kv_cache_gib: PositiveFloat = 2.0
+    """Of ``vllm``: GiB of its cache of keys and values. Rewrites that do not fit wait for the others, and the model
+    takes no longer texts than fit."""
+    torch_compile: bool = False
+    """Of ``vllm``: compile the network, on a GPU into CUDA graphs. A start then takes longer."""
     placement: Annotated[str, one_of((IN_TRAINER, "process"))] = IN_TRAINER
     """Place of the engine: ``trainer`` has it beside the actor, on its device; ``process`` has processes of their own
     on this machine, one for each of ``devices``."""
@@ -131,7 +142,11 @@ class WriterEngineConfig(Section):
     process: WriterProcessConfig = field(default_factory=WriterProcessConfig)
 
     def problems(self) -> Iterator[str]:
-        """Devices that no engine has."""
+        """An engine that must be elsewhere, and devices that no engine has."""
+        if self.name == VLLM and self.placement == IN_TRAINER:
+            yield "name: got vllm with placement=trainer; vllm needs a process of its own: set placement=process"
+        if self.torch_compile and self.name != VLLM:
+            yield f"torch_compile: got true, but {self.name} compiles nothing here; clear it, or set name=vllm"
         if self.devices is None:
             return
         if self.placement == IN_TRAINER:
@@ -189,13 +204,20 @@ class PromptWriterConfig(Section):
                 f"rewrites: got 1 with learns={self.learns}, but rewrites of a request are compared; give 2 or more, "
                 "or set learns to images"
             )
+        if self.engine.name == VLLM and self.lora_rank > VLLM_RANKS[-1]:
+            yield (
+                f"lora_rank: got {self.lora_rank}, but vllm's adapters have at most {VLLM_RANKS[-1]}; lower it, or "
+                "set engine.name to transformers"
+            )
 
     def in_words(self, requests: int) -> str:
         """The prompt writer of a run whose batches have so many requests."""
         learns = {"both": "learns too", "writer": "learns alone", "images": "does not learn"}[self.learns]
         return (
             f"Prompt writer: {self.path}, which {learns}: {self.rewrites} prompts for each of {requests} requests, in "
-            f"{self.engine.dtype}" + (", elsewhere" if self.engine.placement != IN_TRAINER else "")
+            f"{self.engine.dtype}"
+            + (f" by {self.engine.name}" if self.engine.name != TRANSFORMERS else "")
+            + (", elsewhere" if self.engine.placement != IN_TRAINER else "")
         )
 
     @property

@@ -15,15 +15,30 @@ from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutSyncE
 from flowgrpo_rc.rollout.config import Share
 from flowgrpo_rc.rollout.process import EngineProcess, check_devices, on_one_device, own_groups
 from flowgrpo_rc.transfers import to_host
-from flowgrpo_rc.writer.config import PromptWriterConfig
+from flowgrpo_rc.writer.config import VLLM, PromptWriterConfig
 from flowgrpo_rc.writer.engine import Sampled, WriterEngine, rounded_digest
 from flowgrpo_rc.writer.language import LanguageModel
+from flowgrpo_rc.writer.vllm_engine import check_vllm, digest_held
 
 FIELD = "algorithm.prompt_writer.engine.devices"
 
 
+MAKES = {
+    "transformers": "flowgrpo_rc.writer.process:engine_alone",
+    VLLM: "flowgrpo_rc.writer.vllm_engine:vllm_engine_alone",
+}
+"""Engine -> ``module:function`` that makes it in its process, of configuration, device and ``allow_tf32``."""
+
+
 def check_writer_devices(config: PromptWriterConfig, share: Share) -> None:
-    """Raise ``ValueError`` unless this process sees the engines' devices, and there is one for each process."""
+    """Check what the engines need before anything is loaded.
+
+    Raises:
+        ImportError: they are vllm's, which is not installed.
+        ValueError: this process does not see their devices, or there are fewer than processes.
+    """
+    if config.path is not None and config.engine.name == VLLM:
+        check_vllm()
     check_devices(*(device for (device,) in own_groups(config.engine.devices, share, FIELD)), field=FIELD)
 
 
@@ -37,8 +52,8 @@ def engine_alone(config: PromptWriterConfig, device: str, allow_tf32: bool) -> W
 class WriterProcesses:
     """A ``SamplesTokens`` of engines in processes, which share out the micro-batches of a call.
 
-    Rewrites and log-probs equal those of one engine in the trainer's process, on the same kind of device. A lost engine
-    starts again and repeats its micro-batch; if it is lost again at once, the call raises.
+    Those of ``transformers`` write, bit for bit, as one engine in the trainer's process does, on the same kind of
+    device. A lost engine starts again and repeats its micro-batch; if it is lost again at once, the call raises.
 
     Args:
         config: the section ``algorithm.prompt_writer``.
@@ -51,13 +66,14 @@ class WriterProcesses:
     """
 
     def __init__(self, config: PromptWriterConfig, device: Any, share: Share, *, allow_tf32: bool) -> None:
+        self._config = config
         self._engine = config.engine
         devices = [own for (own,) in own_groups(config.engine.devices, share, FIELD)] or [str(device)]
         numbered = [(share.index + place * share.count, own, *on_one_device(own)) for place, own in enumerate(devices)]
         self._handles = [
             EngineProcess(
                 f"prompt writer {number} ({own})",
-                "flowgrpo_rc.writer.process:engine_alone",
+                MAKES[config.engine.name],
                 *(config, inside, allow_tf32),
                 environment=environment,
                 timeouts=config.engine.process,
@@ -89,6 +105,8 @@ class WriterProcesses:
 
     def digest_of(self, state: Mapping[str, Tensor]) -> str:
         """As ``SamplesTokens.digest_of``."""
+        if self._engine.name == VLLM:
+            return digest_held(state, self._config)
         return rounded_digest(state, self._engine.dtype)
 
     def sample(self, asked: Sequence[list[int]], seeds: Sequence[int]) -> Sampled:

@@ -13,7 +13,7 @@ from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.models.lora import adapter_parameters, adapter_state
 from flowgrpo_rc.planner import writing
 from flowgrpo_rc.planner.live_bytes import LiveBytes
-from flowgrpo_rc.planner.machines import ENGINE_RUNTIME, Gpus
+from flowgrpo_rc.planner.machines import ENGINE_RUNTIME, GIB, Gpus
 from flowgrpo_rc.planner.memory import TEXT_ENCODERS
 from flowgrpo_rc.planner.pipeline import PlanError
 from flowgrpo_rc.planner.text import describe
@@ -96,6 +96,8 @@ def test_rows_are_those_of_a_step_at_most():
     # The eighth GPU is one of the trainer's, and the engine's process has a context there.
     assert elsewhere.resident(8)["its engine"] == plan.resident(1)["its engine"] + ENGINE_RUNTIME
     assert elsewhere.stages(4, 8)["writing"] == WriterPlan(config_of()).stages(4, 1)["writing"]
+    vllm = WriterPlan(config_of(engine={"name": "vllm", "placement": "process", "kv_cache_gib": 1.5}))
+    assert vllm.resident(1)["its engine"] == plan.resident(1)["its engine"] + ENGINE_RUNTIME + 1.5 * GIB
     averages = WriterPlan(config_of(actor={"ema_decay": 0.9})).resident(1)
     assert averages["average of its LoRA"] * 3 == averages["its LoRA and AdamW's moments"]
     frozen = WriterPlan(config_of(learns="images"))

@@ -409,6 +409,15 @@ def test_rewrites_of_a_stale_adapter_are_refused(small_config):
             (f"{WRITER}.engine.devices=[cuda:0+cuda:1]", f"{WRITER}.engine.placement=process"),
             "engine.devices: got cuda:0.cuda:1; an engine of prompts computes on one device",
         ),
+        (
+            (f"{WRITER}.engine.name=vllm",),
+            "engine.name: got vllm with placement=trainer; vllm needs a process of its own",
+        ),
+        ((f"{WRITER}.engine.torch_compile=true",), "engine.torch_compile: got true, but transformers compiles nothing"),
+        (
+            (f"{WRITER}.engine.name=vllm", f"{WRITER}.engine.placement=process", f"{WRITER}.lora_rank=600"),
+            "prompt_writer.lora_rank: got 600, but vllm's adapters have at most 512",
+        ),
         (("algorithm.replay.batches=2",), "algorithm.replay.batches: got 2 with a prompt writer"),
         (("reward.normalization=group",), "reward.normalization: got group with a prompt writer"),
         (
