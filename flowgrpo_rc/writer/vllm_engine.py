@@ -223,6 +223,7 @@ def held_adapter(network: nn.Module, pushed: set[str], rank: int) -> dict[str, T
 def _lora_buffers(network: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, A and B of each layer of the adapter; vllm fuses some of the model's layers into one."""
     packed: Mapping[str, list[str]] = getattr(network, "packed_modules_mapping", {})
+    layer: Any  # vllm's, whose classes are not known here
     for name, layer in network.named_modules():
         stacked = getattr(layer, "lora_a_stacked", None)
         # Embeddings have a plain tensor; the writer's adapters have linear layers alone.
