@@ -11,6 +11,7 @@ from flowgrpo_rc.dtypes import DTYPES
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
 from flowgrpo_rc.rollout.config import IN_TRAINER, JOINED, EngineTimeouts, device_groups
+from flowgrpo_rc.rollout.engines import EMULATED
 from flowgrpo_rc.section import (
     Check,
     NonNegativeFloat,
@@ -126,6 +127,9 @@ class WriterEngineConfig(Section):
     """The engine: ``transformers``, or ``vllm`` in processes of its own, which is made for large models."""
     dtype: Annotated[str, one_of(DTYPES)] = "bfloat16"
     """Precision of the engine's model and adapter; log-probs are computed in float32 from its logits."""
+    quantization: Annotated[str, one_of((EMULATED,))] | None = None
+    """Of ``transformers``: ``fp8_emulated`` rounds the weights of all linear layers but the output layer through fp8
+    (e4m3, a scale a row); products and adapter stay in ``dtype``."""
     micro_batch_size: PositiveInt = 32
     """Rewrites that one forward writes."""
     kv_cache_gib: PositiveFloat = 2.0
@@ -145,6 +149,8 @@ class WriterEngineConfig(Section):
         """An engine that must be elsewhere, and devices that no engine has."""
         if self.name == VLLM and self.placement == IN_TRAINER:
             yield "name: got vllm with placement=trainer; vllm needs a process of its own: set placement=process"
+        if self.quantization is not None and self.name == VLLM:
+            yield f"quantization: got {self.quantization}, which vllm does not have; clear it, or set name=transformers"
         if self.torch_compile and self.name != VLLM:
             yield f"torch_compile: got true, but {self.name} compiles nothing here; clear it, or set name=vllm"
         if self.devices is None:

@@ -13,8 +13,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.dtypes import torch_dtype
-from flowgrpo_rc.models.lora import activate, adapter_active, adapter_parameters, load_adapter_state
+from flowgrpo_rc.models.lora import activate, adapter_active, adapter_parameters, linear_layers, load_adapter_state
 from flowgrpo_rc.rollout.digest import adapter_digest
+from flowgrpo_rc.rollout.weights import round_layers
 from flowgrpo_rc.writer.language import LanguageModel, NonFiniteWriterError, RequestTokens
 
 INPUT_IDS = "input_ids"
@@ -135,6 +136,10 @@ class WriterEngine:
         self._language = language
         dtype = torch_dtype(language.config.engine.dtype)
         self.network: Any = language.network if alone else language.copy_of_base(dtype)
+        if language.config.engine.quantization is not None:
+            output = self.network.get_output_embeddings()
+            layers = linear_layers(self.network).values()
+            round_layers([layer for layer in layers if layer is not output], language.config.engine.quantization)
         language.attach(self.network, ADAPTER, dtype, dtype)
         self.network.requires_grad_(False).eval()
         activate(self.network, None)

@@ -413,6 +413,14 @@ def test_rewrites_of_a_stale_adapter_are_refused(small_config):
             (f"{WRITER}.engine.name=vllm",),
             "engine.name: got vllm with placement=trainer; vllm needs a process of its own",
         ),
+        (
+            (
+                f"{WRITER}.engine.name=vllm",
+                f"{WRITER}.engine.placement=process",
+                f"{WRITER}.engine.quantization=fp8_emulated",
+            ),
+            "engine.quantization: got fp8_emulated, which vllm does not have; clear it, or set name=transformers",
+        ),
         ((f"{WRITER}.engine.torch_compile=true",), "engine.torch_compile: got true, but transformers compiles nothing"),
         (
             (f"{WRITER}.engine.name=vllm", f"{WRITER}.engine.placement=process", f"{WRITER}.lora_rank=600"),

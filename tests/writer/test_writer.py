@@ -12,8 +12,9 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowgrpo_rc.batch import Key, MiniBatch
-from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, adapter_state
+from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, adapter_state, linear_layers
 from flowgrpo_rc.paths import resolve_asset
+from flowgrpo_rc.rollout.weights import round_fp8_rows
 from flowgrpo_rc.writer import LanguageModel, PromptWriterConfig, WriterActor, WriterEngine
 from flowgrpo_rc.writer.engine import INPUT_IDS, REQUEST_LENGTHS, SeededSampler
 from flowgrpo_rc.writer.language import (
@@ -81,6 +82,25 @@ def test_a_rewrite_depends_on_request_and_seed_alone(written):
     assert alone.texts == [result.texts[4]]
     others = engine.write([REQUESTS[1]] * 20, list(range(100, 120)))
     assert len(set(others.texts)) > 3
+
+
+def test_an_fp8_engine_rounds_all_layers_but_the_output():
+    """Its log-probs are those of a network whose weights were rounded by hand, and the actor's are others."""
+    language, _, actor = writer_of(config_of())
+    config = config_of(engine={"dtype": "float32", "quantization": "fp8_emulated"})
+    engine = WriterEngine(LanguageModel(config, "cpu"))
+    state = adapter_state(actor.network)
+    assert engine.sync(state, 1) == engine.digest_of(state)
+    batch = engine.write(REQUESTS * 4, list(range(4 * len(REQUESTS)))).batch
+    mask = batch[Key.RESPONSE_MASK]
+    gap = (actor.score(batch).log_probs - batch[Key.ROLLOUT_LOG_PROBS])[mask].abs().mean()
+    assert 3e-4 < gap < 0.1
+    layers = {name: layer for name, layer in linear_layers(language.network).items() if name != "lm_head"}
+    assert len(layers) == 14
+    with torch.no_grad():
+        for layer in layers.values():
+            layer.weight.copy_(round_fp8_rows(layer.weight))
+    assert_close(actor.score(batch).log_probs[mask], batch[Key.ROLLOUT_LOG_PROBS][mask], rtol=0, atol=2e-5)
 
 
 def test_sampling_inverts_the_cumulative_distribution():
