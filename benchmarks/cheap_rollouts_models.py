@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cheap_rollouts import FULL, PAGE, SHARED, TAIL, drawing, last_means
+from cheap_rollouts import CACHE, FULL, PAGE, SHARED, TAIL, drawing, last_means
 from clean_objectives import EACH
 from hacking import HONEST, TINY_CLIP
 from learning import COMMON, ROLLOUT
@@ -30,10 +30,17 @@ STEPS = {"sd3": 60, "edit": 150}
 EDIT = HONEST["edit"] | TINY_CLIP | {f"{ROLLOUT}.algo.sde_window_size": 2}
 MODELS = {"sd3": MODEL, "edit": EDIT}
 """Name -> settings over those of the demo."""
-SAMPLERS = {"full": FULL, "shared": FULL | SHARED, "tail": FULL | TAIL, "both": FULL | SHARED | TAIL}
+SAMPLERS = {
+    "full": FULL,
+    "shared": FULL | SHARED,
+    "tail": FULL | TAIL,
+    "both": FULL | SHARED | TAIL,
+    "cache": FULL | CACHE,
+}
 SETTINGS = {
     model: {f"{model}_{name}": own | sampler for name, sampler in SAMPLERS.items()} for model, own in MODELS.items()
 }
+del SETTINGS["sd3"]["sd3_cache"]  # its transformer takes no cache
 NAMES = [setting for settings in SETTINGS.values() for setting in settings]
 PARTS = ("ocr", "same_style")
 
