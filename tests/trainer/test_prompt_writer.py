@@ -502,7 +502,6 @@ def main(folder):
     trainer_of(Path(folder) / "run", *TWO).fit()
 
 
-@pytest.mark.portable
 @pytest.mark.process
 def test_two_processes_give_the_update_of_one(small_config, tmp_path):
     one = FlowGRPOTrainer(small_config(*TWO)).fit().root

@@ -122,7 +122,6 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.portable
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "clean"])
 def test_every_metric_equals_that_of_the_whole_model(runs, kind):
     """Probe and validation included, whose images do not divide by the processes; float32 gathers once a rollout."""
