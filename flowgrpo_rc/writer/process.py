@@ -15,16 +15,14 @@ from flowgrpo_rc.rollout.base import EngineLostError, RolloutError, RolloutSyncE
 from flowgrpo_rc.rollout.config import Share
 from flowgrpo_rc.rollout.process import EngineProcess, check_devices, on_one_device, own_groups
 from flowgrpo_rc.transfers import to_host
-from flowgrpo_rc.writer.config import VLLM, PromptWriterConfig
+from flowgrpo_rc.writer.config import TRANSFORMERS, VLLM, PromptWriterConfig
 from flowgrpo_rc.writer.engine import Sampled, WriterEngine, rounded_digest
 from flowgrpo_rc.writer.language import LanguageModel
 from flowgrpo_rc.writer.vllm_engine import check_vllm, digest_held
 
 FIELD = "algorithm.prompt_writer.engine.devices"
-
-
 MAKES = {
-    "transformers": "flowgrpo_rc.writer.process:engine_alone",
+    TRANSFORMERS: "flowgrpo_rc.writer.process:engine_alone",
     VLLM: "flowgrpo_rc.writer.vllm_engine:vllm_engine_alone",
 }
 """Engine -> ``module:function`` that makes it in its process, of configuration, device and ``allow_tf32``."""

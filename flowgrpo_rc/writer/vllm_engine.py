@@ -71,7 +71,13 @@ class VllmWriterEngine:
         # On a processor vllm would bind its threads to all cores, those of the trainer too.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         from vllm import LLM
+        from vllm.platforms import current_platform
 
+        if current_platform.device_type != torch.device(device).type:
+            raise ValueError(
+                f"algorithm.prompt_writer.engine: vllm computes on {current_platform.device_type}, but the engine's "
+                f"device is {device}; give another one in engine.devices, or set engine.name to transformers"
+            )
         self._config = config
         self._tokens = RequestTokens(config)
         engine = config.engine
@@ -93,13 +99,8 @@ class VllmWriterEngine:
             enable_prefix_caching=False,
             enforce_eager=not engine.torch_compile,
         )
-        found = self._llm.llm_engine.vllm_config.device_config.device_type
-        if found != torch.device(device).type:
-            raise ValueError(
-                f"algorithm.prompt_writer.engine: vllm computes on {found}, but the engine's device is {device}; give "
-                "another one in engine.devices, or take engine.name=transformers"
-            )
         self._request: Any = None
+        self._modules: set[str] = set()
         self._pushed = 0
         self.adapter_version = -1
 
@@ -107,9 +108,10 @@ class VllmWriterEngine:
         """As ``SamplesTokens.sync``."""
         from vllm.lora.request import LoRARequest
 
+        modules = pairs(to_host(state))
         self._pushed += 1
         with TemporaryDirectory(prefix="flowgrpo_rc_writer_") as folder:
-            write_peft_folder(Path(folder), state, self._config)
+            write_peft_folder(Path(folder), modules, self._config)
             request = LoRARequest(f"writer-{self._pushed}", self._pushed, folder)
             try:
                 self._llm.llm_engine.add_lora(request)
@@ -117,7 +119,7 @@ class VllmWriterEngine:
                 raise AdapterMismatchError(f"vllm does not take the writer's adapter: {error}") from error
         self._request = request
         self.adapter_version = version
-        self._modules = set(pairs(state))
+        self._modules = set(modules)
         return self._held_digest()
 
     def digest_of(self, state: Mapping[str, Tensor]) -> str:
@@ -165,14 +167,9 @@ def _log_probs_of(tokens: Sequence[int], found: Sequence[Mapping[int, Any]]) -> 
     return torch.tensor([at[token].logprob for token, at in zip(tokens, found, strict=True)], dtype=torch.float32)
 
 
-def write_peft_folder(folder: Path, state: Mapping[str, Tensor], config: PromptWriterConfig) -> None:
-    """Write an adapter in peft's format, rounded to the engine's dtype.
-
-    Raises:
-        AdapterMismatchError: half of a pair of matrices is missing.
-    """
+def write_peft_folder(folder: Path, modules: Mapping[str, tuple[Tensor, Tensor]], config: PromptWriterConfig) -> None:
+    """Write an adapter, as ``pairs`` gives it, in peft's format, rounded to the engine's dtype."""
     dtype = torch_dtype(config.engine.dtype)
-    modules = pairs(to_host(state))
     weights = {
         f"base_model.model.{module}.lora_{letter}.weight": matrix.to(dtype).contiguous()
         for module, both in modules.items()

@@ -79,7 +79,7 @@ def test_the_folder_that_vllm_reads_has_the_rounded_adapter(tmp_path):
     config = of_vllm("bfloat16")
     _, _, actor = writer_of(config_of())
     state = adapter_state(actor.network)
-    write_peft_folder(tmp_path, state, config)
+    write_peft_folder(tmp_path, pairs(state), config)
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert len(saved) == len(state)
     for module, both in pairs(state).items():
