@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16", "float16")
+EMULATED = "fp8_emulated"
+"""Rounds weights through fp8 and multiplies in the engine's dtype."""
 TRAINED_DTYPES = ("float32", "bfloat16")
 """Of trained weights: gradients and AdamW's second moments underflow in float16, whose smallest number is 6e-8."""
 

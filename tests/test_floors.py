@@ -93,8 +93,8 @@ def test_the_writer_takes_nothing_of_the_image_side():
     for path in files_of("writer"):
         taken = {name for name in imports_of(path) if name.startswith(("flowgrpo_rc.actor", "flowgrpo_rc.rollout"))}
         known = {"flowgrpo_rc.actor.config", "flowgrpo_rc.actor.optimizer", "flowgrpo_rc.rollout.digest"}
-        # How engines are placed, started and lost, and how their weights are rounded.
-        known |= {f"flowgrpo_rc.rollout.{module}" for module in ("config", "process", "base", "engines", "weights")}
+        # How engines are placed, started and lost.
+        known |= {f"flowgrpo_rc.rollout.{module}" for module in ("config", "process", "base")}
         assert taken <= known, f"{path.name} imports {taken}"
 
 

@@ -6,13 +6,14 @@ quantisation configurations. Actor and engine then multiply by the same rounded 
 off-policy gap. The LoRA learns on top of it (QLoRA, arXiv 2305.14314).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from flowgrpo_rc.models.parts import UnsupportedModelError
@@ -23,6 +24,8 @@ WIDE_COPIES = {"int8": 1, "fp8": 2, "nf4": 0}
 """Copies in float32 that the libraries hold of a weight while they dequantise it."""
 NF4_BLOCK = 64
 """Weights that share a scale in ``nf4``."""
+FP8_MAX = 448.0
+"""Largest finite value of ``float8_e4m3fn``: sign, 4 exponent and 3 mantissa bits, no infinity."""
 
 
 def check_packages(
@@ -198,3 +201,25 @@ def held_bytes(quantization: str, out: int, inputs: int) -> int:
         return -(-numbers // 2) + 4 * -(-numbers // NF4_BLOCK)
     # torchao has a scale a row, and in int8 a zero point of a byte.
     return numbers + out * (5 if quantization == "int8" else 4)
+
+
+@torch.no_grad()
+def round_fp8_rows(weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+    """``weight`` rounded through ``float8_e4m3fn`` with one scale per output row, absmax / 448; dtype unchanged.
+
+    A row's largest element lands on 448 and comes back exactly, so rounding twice is rounding once. Rows of zeros stay
+    zero. A row that is not finite becomes NaN. Every device gives the same bits.
+    """
+    wide = weight.float()
+    # A tensor: CUDA multiplies by the rounded reciprocal of a plain number, where a host divides.
+    fp8_max = torch.full((), FP8_MAX, device=weight.device)
+    absmax = wide.abs().amax(dim=1, keepdim=True)
+    absmax = torch.where(absmax == 0, 1.0, absmax)  # a row of zeros would be divided by 0
+    codes = (wide / absmax * fp8_max).to(torch.float8_e4m3fn)
+    return (codes.float() / fp8_max * absmax).to(weight.dtype)
+
+
+def round_fp8_layers(layers: Iterable[nn.Linear]) -> None:
+    """Give linear layers weights of their own, rounded by ``round_fp8_rows``."""
+    for layer in layers:
+        layer.weight = nn.Parameter(round_fp8_rows(layer.weight), requires_grad=False)

@@ -6,10 +6,9 @@ To add an engine, write a class that follows ``rollout.base.RolloutEngine``, wit
 
 from dataclasses import dataclass
 
+from flowgrpo_rc.dtypes import EMULATED
 from flowgrpo_rc.models.attention import ATTENTION_BACKENDS
 
-EMULATED = "fp8_emulated"
-"""Rounds weights through fp8 and multiplies in the engine's dtype."""
 QUANTIZATIONS = ("fp8", "int8", EMULATED)
 """Roundings of the ``diffusers`` engine's weights."""
 

@@ -9,17 +9,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.models.base import DiffusionModel
 from flowgrpo_rc.models.lora import linear_layers
-from flowgrpo_rc.models.quantization import block_layers, check_packages
+from flowgrpo_rc.models.quantization import block_layers, check_packages, round_fp8_layers, round_fp8_rows
 from flowgrpo_rc.rollout.engines import EMULATED
 
-FP8_MAX = 448.0
-"""Largest finite value of ``float8_e4m3fn``: sign, 4 exponent and 3 mantissa bits, no infinity."""
 ONE_ROW_AN_IMAGE = re.compile(r"(_mod\.\d+|norm\w*\.linear|adaLN_modulation\.\d+)$")
 """Ends of the names of layers that modulate a block. Their input is the timestep, one row an image, where a GPU's
 product of integers takes more than 16 rows."""
@@ -90,28 +87,11 @@ def layers_to_round(
     return layers.difference(*kept.values())
 
 
-@torch.no_grad()
-def round_fp8_rows(weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-    """``weight`` rounded through ``float8_e4m3fn`` with one scale per output row, absmax / 448; dtype unchanged.
-
-    A row's largest element lands on 448 and comes back exactly, so rounding twice is rounding once. Rows of zeros stay
-    zero. A row that is not finite becomes NaN. Every device gives the same bits.
-    """
-    wide = weight.float()
-    # A tensor: CUDA multiplies by the rounded reciprocal of a plain number, where a host divides.
-    fp8_max = torch.full((), FP8_MAX, device=weight.device)
-    absmax = wide.abs().amax(dim=1, keepdim=True)
-    absmax = torch.where(absmax == 0, 1.0, absmax)  # a row of zeros would be divided by 0
-    codes = (wide / absmax * fp8_max).to(torch.float8_e4m3fn)
-    return (codes.float() / fp8_max * absmax).to(weight.dtype)
-
-
 def round_layers(layers: Iterable[nn.Linear], quantization: str) -> None:
     """Give these linear layers rounded weights of their own. Biases stay, and so do the tensors that the layers held
     before."""
     if quantization == EMULATED:
-        for layer in layers:
-            layer.weight = nn.Parameter(round_fp8_rows(layer.weight), requires_grad=False)
+        round_fp8_layers(layers)
         return
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,

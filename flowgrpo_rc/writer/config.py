@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from flowgrpo_rc.actor.config import DiffusionLossConfig, OptimizerConfig, read_correction
-from flowgrpo_rc.dtypes import DTYPES
+from flowgrpo_rc.dtypes import DTYPES, EMULATED
 from flowgrpo_rc.field_docs import documented_fields
 from flowgrpo_rc.loss.aggregation import AGGREGATIONS
 from flowgrpo_rc.rollout.config import IN_TRAINER, JOINED, EngineTimeouts, device_groups
-from flowgrpo_rc.rollout.engines import EMULATED
 from flowgrpo_rc.section import (
     Check,
     NonNegativeFloat,

@@ -14,8 +14,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from flowgrpo_rc.batch import Key
 from flowgrpo_rc.dtypes import torch_dtype
 from flowgrpo_rc.models.lora import activate, adapter_active, adapter_parameters, linear_layers, load_adapter_state
+from flowgrpo_rc.models.quantization import round_fp8_layers
 from flowgrpo_rc.rollout.digest import adapter_digest
-from flowgrpo_rc.rollout.weights import round_layers
+from flowgrpo_rc.writer.config import PromptWriterConfig
 from flowgrpo_rc.writer.language import LanguageModel, NonFiniteWriterError, RequestTokens
 
 INPUT_IDS = "input_ids"
@@ -83,9 +84,10 @@ class SamplesTokens(Protocol):
         ...
 
 
-def rounded_digest(state: Mapping[str, Tensor], dtype: str) -> str:
-    """``SamplesTokens.digest_of`` of an engine in ``dtype``."""
-    return adapter_digest({name: tensor.detach().to(torch_dtype(dtype)) for name, tensor in state.items()})
+def rounded_digest(state: Mapping[str, Tensor], config: PromptWriterConfig) -> str:
+    """``SamplesTokens.digest_of`` of this file's engine, without one."""
+    dtype = torch_dtype(config.engine.dtype)
+    return adapter_digest({name: tensor.detach().to(dtype) for name, tensor in state.items()})
 
 
 def write(engine: SamplesTokens, tokens: RequestTokens, requests: Sequence[str], seeds: Sequence[int]) -> Written:
@@ -138,8 +140,7 @@ class WriterEngine:
         self.network: Any = language.network if alone else language.copy_of_base(dtype)
         if language.config.engine.quantization is not None:
             output = self.network.get_output_embeddings()
-            layers = linear_layers(self.network).values()
-            round_layers([layer for layer in layers if layer is not output], language.config.engine.quantization)
+            round_fp8_layers(layer for layer in linear_layers(self.network).values() if layer is not output)
         language.attach(self.network, ADAPTER, dtype, dtype)
         self.network.requires_grad_(False).eval()
         activate(self.network, None)
@@ -160,7 +161,7 @@ class WriterEngine:
 
     def digest_of(self, state: Mapping[str, Tensor]) -> str:
         """As ``SamplesTokens.digest_of``."""
-        return rounded_digest(state, self._language.config.engine.dtype)
+        return rounded_digest(state, self._language.config)
 
     def write(self, requests: Sequence[str], seeds: Sequence[int]) -> Written:
         """A prompt for each request; see ``write``."""

@@ -21,6 +21,8 @@ from flowgrpo_rc.writer.language import LanguageModel
 from flowgrpo_rc.writer.vllm_engine import check_vllm, digest_held
 
 FIELD = "algorithm.prompt_writer.engine.devices"
+DIGESTS = {TRANSFORMERS: rounded_digest, VLLM: digest_held}
+"""Engine -> its ``digest_of`` without an engine, of the adapter and the configuration."""
 MAKES = {
     TRANSFORMERS: "flowgrpo_rc.writer.process:engine_alone",
     VLLM: "flowgrpo_rc.writer.vllm_engine:vllm_engine_alone",
@@ -103,9 +105,7 @@ class WriterProcesses:
 
     def digest_of(self, state: Mapping[str, Tensor]) -> str:
         """As ``SamplesTokens.digest_of``."""
-        if self._engine.name == VLLM:
-            return digest_held(state, self._config)
-        return rounded_digest(state, self._engine.dtype)
+        return DIGESTS[self._engine.name](state, self._config)
 
     def sample(self, asked: Sequence[list[int]], seeds: Sequence[int]) -> Sampled:
         """As ``SamplesTokens.sample``; raises as ``sync``."""

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowgrpo_rc.batch import Key, MiniBatch
 from flowgrpo_rc.models.lora import adapter_active, adapter_parameters, adapter_state, linear_layers
+from flowgrpo_rc.models.quantization import round_fp8_rows
 from flowgrpo_rc.paths import resolve_asset
-from flowgrpo_rc.rollout.weights import round_fp8_rows
 from flowgrpo_rc.writer import LanguageModel, PromptWriterConfig, WriterActor, WriterEngine
 from flowgrpo_rc.writer.engine import INPUT_IDS, REQUEST_LENGTHS, SeededSampler
 from flowgrpo_rc.writer.language import (
