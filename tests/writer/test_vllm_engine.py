@@ -127,3 +127,58 @@ def test_a_vllm_that_is_missing_or_of_another_series_is_refused(monkeypatch, fou
 
 def test_no_vllm_is_loaded_to_check():
     assert "vllm" not in sys.modules
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_vllm_gets_the_settings_that_keep_the_log_probs_the_policys(monkeypatch, compiles):
+    """What only vllm reads: a stand-in for it records what its model and its sampling are made with."""
+    seen = {}
+    drawn = SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-0.5)}])
+
+    class Model:
+        def __init__(self, folder, **settings):
+            seen["model"] = settings
+            self.llm_engine = SimpleNamespace(add_lora=lambda request: None)
+
+        def apply_model(self, read):
+            return [{}]
+
+        def generate(self, requests, streams, **settings):
+            seen["streams"] = streams
+            return [SimpleNamespace(outputs=[drawn]) for _ in requests]
+
+    platform = SimpleNamespace(device_type="cpu")
+    modules = {
+        "vllm": SimpleNamespace(LLM=Model, SamplingParams=lambda **settings: settings),
+        "vllm.platforms": SimpleNamespace(current_platform=platform),
+        "vllm.lora.request": SimpleNamespace(LoRARequest=lambda *given: given),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    config = config_of(
+        engine={"name": "vllm", "placement": "process", "torch_compile": compiles, "kv_cache_gib": 1.5},
+        lora_rank=9,
+    )
+    engine = vllm_engine.VllmWriterEngine(config, "cpu")
+    expected = {
+        "dtype": "bfloat16",
+        "max_lora_rank": 16,
+        "kv_cache_memory_bytes": 3 * 2**29,
+        "generation_config": "vllm",
+        "logprobs_mode": "raw_logprobs",
+        "enable_prefix_caching": False,
+        "enforce_eager": not compiles,
+    }
+    assert expected.items() <= seen["model"].items()
+    engine.sync({}, 3)
+    sampled = engine.sample([[1, 2], [1]], [7, 8])
+    assert [stream["seed"] for stream in seen["streams"]] == [7, 8]
+    assert seen["streams"][0]["temperature"] == 1.0
+    assert seen["streams"][0]["stop_token_ids"] == [0]
+    assert not {"top_p", "top_k", "min_p"} & seen["streams"][0].keys()
+    assert [row.tolist() for row in sampled.log_probs] == [[-0.5], [-0.5]]
+    platform.device_type = "cuda"
+    with pytest.raises(ValueError, match="vllm computes on cuda, but the engine's device is cpu; give another one"):
+        vllm_engine.VllmWriterEngine(config, "cpu")
