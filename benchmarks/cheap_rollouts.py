@@ -42,6 +42,7 @@ SETTINGS: dict[str, Overrides] = {
     "awm": objective("awm"),
     "cache": FULL | CACHE,
     "awm_tail": objective("awm") | TAIL,
+    "awm_cache": objective("awm") | CACHE,
     "awm_dpm": objective("awm") | TAIL | {f"{ROLLOUT}.tail.solver": "dpm++2m"},
 }
 SHOWN = {

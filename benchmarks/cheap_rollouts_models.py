@@ -16,17 +16,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cheap_rollouts import CACHE, FULL, PAGE, SHARED, TAIL, drawing, last_means
+import numpy as np
+from cheap_rollouts import CACHE, FULL, PAGE, SHARED, TAIL, drawing, forwards, last_means
 from clean_objectives import EACH
 from hacking import HONEST, TINY_CLIP
 from learning import COMMON, ROLLOUT
 from sd3_ground import MODEL
 from second_ocr import held_out_numbers, second_ocr
-from tiny_sd3 import FOLDER, NO_T5_TOKENS
+from tiny_sd3 import FOLDER, OPTIONS
 from training_runs import HERE, Study, by_seed, load, run_missing, study_arguments, write_table
 
 RESULTS = HERE / "results" / "cheap_rollouts_models.jsonl"
-STEPS = {"sd3": 60, "edit": 150}
+STEPS = 150
+HALF_WAY = 70
+"""A batch with a validation."""
 EDIT = HONEST["edit"] | TINY_CLIP | {f"{ROLLOUT}.algo.sde_window_size": 2}
 MODELS = {"sd3": MODEL, "edit": EDIT}
 """Name -> settings over those of the demo."""
@@ -37,11 +40,8 @@ SAMPLERS = {
     "both": FULL | SHARED | TAIL,
     "cache": FULL | CACHE,
 }
-SETTINGS = {
-    model: {f"{model}_{name}": own | sampler for name, sampler in SAMPLERS.items()} for model, own in MODELS.items()
-}
-del SETTINGS["sd3"]["sd3_cache"]  # its transformer takes no cache
-NAMES = [setting for settings in SETTINGS.values() for setting in settings]
+SETTINGS = {f"{model}_{name}": own | sampler for model, own in MODELS.items() for name, sampler in SAMPLERS.items()}
+del SETTINGS["sd3_cache"]  # its transformer takes no cache
 PARTS = ("ocr", "same_style")
 
 
@@ -56,47 +56,47 @@ def after_training(folder: Path) -> dict[str, Any]:
         "last": last_means(rows, rows[-1]["step"]),
     }
     if found["parts"].keys() == {"ocr"}:
-        options = {"guidance_scale": 1.0, "max_sequence_length": NO_T5_TOKENS}
-        found["drawn"] = second_ocr(folder / "lora", held_out_numbers() * EACH, str(FOLDER), options)
+        found["drawn"] = second_ocr(folder / "lora", held_out_numbers() * EACH, str(FOLDER), OPTIONS)
     return found
 
 
 def main() -> int:
-    arguments = study_arguments(__doc__, NAMES)
+    arguments = study_arguments(__doc__, SETTINGS)
     if arguments.report:
-        write_table(PAGE, RESULTS, table(load(NAMES, RESULTS)))
+        write_table(PAGE, RESULTS, table(load(SETTINGS, RESULTS)))
         return 0
-    failed = 0
-    for model, settings in SETTINGS.items():
-        study = Study(settings, COMMON | {"trainer.test_freq": 10}, RESULTS, STEPS[model], after_training)
-        failed += run_missing(
-            study, [name for name in arguments.only if name in settings], arguments.seeds, arguments.jobs
-        )
-    print(table(load(NAMES, RESULTS)))
+    study = Study(SETTINGS, COMMON | {"trainer.test_freq": 10}, RESULTS, STEPS, after_training)
+    failed = run_missing(study, arguments.only, arguments.seeds, arguments.jobs)
+    print(table(load(SETTINGS, RESULTS)))
     return 1 if failed else 0
 
 
 HEADER = (
     "| setting | forwards that draw an image | held out before, half-way and at the end, by seed "
-    "| training reward at the end | diversity, training / held out | tesseract |\n|---|---|---|---|---|---|"
+    f"| after the full sampler's forwards of {HALF_WAY} batches | training reward at the end "
+    "| diversity, training / held out | tesseract |\n|---|---|---|---|---|---|---|"
 )
+
+
+def after_forwards(curve: dict[str, float], sampler: str) -> float:
+    """A held-out curve, by batches, where it has cost as many forwards as the full sampler half-way."""
+    batches = HALF_WAY * forwards("full") / forwards(sampler)
+    return float(np.interp(batches, [int(step) for step in curve], list(curve.values())))
 
 
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     """A row for each setting."""
     lines = [HEADER]
     for setting, group in runs.items():
-        model, sampler = setting.split("_")
-        end = STEPS[model]
-        places = [str(step) for step in (0, end // 20 * 10, end)]
-        held_out = [
-            f"{part}: {by_seed([run['parts'][part][step] for step in places] for run in group)}"
-            for part in group[0]["parts"]
-        ]
+        sampler = setting.split("_")[1]
+        places = [str(step) for step in (0, HALF_WAY, STEPS)]
+        curves = {part: [run["parts"][part] for run in group] for part in group[0]["parts"]}
+        held_out = [f"{part}: {by_seed([curve[step] for step in places] for curve in curves[part])}" for part in curves]
+        equal = [f"{part}: {by_seed([after_forwards(curve, sampler)] for curve in curves[part])}" for part in curves]
         last = {name: fmean(run["last"][name] for run in group) for name in group[0]["last"]}
         read = [run["drawn"]["tesseract_exact"] for run in group if "drawn" in run]
         lines.append(
-            f"| `{setting}` | {drawing(sampler):.2f} | {'<br>'.join(held_out)} "
+            f"| `{setting}` | {drawing(sampler):.2f} | {'<br>'.join(held_out)} | {'<br>'.join(equal)} "
             f"| {last['reward/mean']:.2f} | {last['images/diversity']:.3f} / {last['val/images/diversity']:.3f} "
             f"| {f'{fmean(read):.2f}' if read else '–'} |"
         )

@@ -23,7 +23,7 @@ from hacking import HONEST, TINY_CLIP
 from learning import COMMON
 from sd3_ground import MODEL
 from second_ocr import held_out_numbers, second_ocr
-from tiny_sd3 import FOLDER, NO_T5_TOKENS
+from tiny_sd3 import FOLDER, OPTIONS
 from training_runs import HERE, Study, by_seed, load, run_missing, study_arguments, write_table
 
 RESULTS = HERE / "results" / "clean_objectives_models.jsonl"
@@ -60,8 +60,7 @@ def after_training(folder: Path) -> dict[str, Any]:
         "velocity_norm": rows[-1]["actor/velocity_norm"],
     }
     if found["parts"].keys() == {"ocr"}:
-        options = {"guidance_scale": 1.0, "max_sequence_length": NO_T5_TOKENS}
-        found["drawn"] = second_ocr(folder / "lora", held_out_numbers() * EACH, str(FOLDER), options)
+        found["drawn"] = second_ocr(folder / "lora", held_out_numbers() * EACH, str(FOLDER), OPTIONS)
     return found
 
 

@@ -1,5 +1,6 @@
 """Images learned from more than once: the demo's model and engine, several seeds, a second OCR engine.
 
+    python benchmarks/tiny_sd3.py                         # once: the model of ``sd3_...``
     python benchmarks/replay.py --jobs 2 --seeds 1,2,3    # runs what is missing, then prints a table
     python benchmarks/replay.py --report                  # writes table and figure of docs/replay.md; runs nothing
 
@@ -11,11 +12,13 @@ correction, with ``weights`` of whole windows, with ``rejection``, with both, or
 follows the gap. ``awm...`` learn from clean images with the settings of ``clean_objectives.py``; there the old policy's
 matching errors are clipped. ``scouts_N`` learn from the extremes of N images a prompt (``random``: from any),
 ``redrawn`` from those that an fp8 engine's scouts have chosen, and ``corrected`` with weights from the fp8 engine's
-own. The second OCR engine reads as in ``cheap_rollouts.py``. Resumable, as ``training_runs.py`` says.
+own. ``sd3_...`` has another model, the tiny Stable Diffusion 3. The second OCR engine reads as in
+``cheap_rollouts.py``. Resumable, as ``training_runs.py`` says.
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +26,9 @@ from typing import Any
 from cheap_rollouts import FULL, UPDATE
 from clean_objectives import EACH, batches_to, objective
 from learning import COMMON, DECOUPLED_IS, FP8, ROLLOUT, correction, plot_curves
+from sd3_ground import MODEL
 from second_ocr import held_out_numbers, second_ocr
+from tiny_sd3 import FOLDER, OPTIONS
 from training_runs import CONFIG, HERE, Overrides, Study, by_seed, load, run_missing, study_arguments, write_table
 
 RESULTS = HERE / "results" / "replay.jsonl"
@@ -76,6 +81,8 @@ SETTINGS: dict[str, Overrides] = {
     **{f"awm_current_{n}": AWM | current(n) for n in BATCHES},
     **{f"awm_current_{n}_weights": AWM | current(n, weights="sequence") for n in BATCHES},
 }
+SD3 = ("once", "epochs", "replay_2_75", "current_4", "current_4_both", "scouts_24", "scouts_24_redrawn")
+SETTINGS |= {f"sd3_{name}": MODEL | SETTINGS[name] for name in SD3}
 SHOWN = {
     "once": ("every image once", "#b2182b"),
     "epochs": ("two epochs", "#4d4d4d"),
@@ -91,15 +98,17 @@ HEADER = (
 )
 
 
-def study() -> Study:
-    return Study(SETTINGS, COMMON | {"trainer.test_freq": 5}, RESULTS, STEPS, after_training)
+def study(**model: Any) -> Study:
+    """The study; ``model`` as for ``second_ocr``."""
+    common = COMMON | {"trainer.test_freq": 5}
+    return Study(SETTINGS, common, RESULTS, STEPS, partial(after_training, **model))
 
 
-def after_training(folder: Path) -> dict[str, Any]:
+def after_training(folder: Path, **model: Any) -> dict[str, Any]:
     """Readings of the final adapter's images, and replay figures of the last batches."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     replayed = {name: value for row in rows[-10:] for name, value in row.items() if name.startswith("replay/")}
-    return {"drawn": second_ocr(folder / "lora", held_out_numbers() * EACH), "replayed_last": replayed}
+    return {"drawn": second_ocr(folder / "lora", held_out_numbers() * EACH, **model), "replayed_last": replayed}
 
 
 def forwards(setting: str) -> float:
@@ -123,7 +132,11 @@ def main() -> int:
         write_table(PAGE, RESULTS, table(runs))
         plot_curves(runs, {name: how for name, how in SHOWN.items() if name in runs}, PLOT, unit="batches drawn")
         return 0
-    failed = run_missing(study(), arguments.only, arguments.seeds, arguments.jobs)
+    sd3 = {name for name in arguments.only if name.startswith("sd3_")}
+    others = [name for name in arguments.only if name not in sd3]
+    failed = run_missing(study(), others, arguments.seeds, arguments.jobs)
+    tiny_sd3 = study(path=str(FOLDER), options=OPTIONS)
+    failed += run_missing(tiny_sd3, sorted(sd3), arguments.seeds, arguments.jobs)
     print(table(load(SETTINGS, RESULTS)))
     return 1 if failed else 0
 

@@ -41,6 +41,8 @@ CLIP_WIDTH = 32
 CLIP_TOKENS = 16
 NO_T5_TOKENS = 1
 """``max_sequence_length``: as many zeros stand for the T5's embeddings."""
+OPTIONS = {"guidance_scale": 1.0, "max_sequence_length": NO_T5_TOKENS}
+"""Arguments of its pipeline, besides prompts, sizes and noise."""
 WIDTH = 128
 
 
