@@ -4,6 +4,7 @@
     python benchmarks/overlap.py --what ahead --out benchmarks/results/overlap_ahead.json
     python benchmarks/overlap.py --what streamed --out benchmarks/results/overlap_streamed.json
     python benchmarks/overlap.py --what server --out benchmarks/results/overlap_server.json
+    python benchmarks/overlap.py --what replay --steps 5 --out benchmarks/results/overlap_replay.json
     python benchmarks/overlap.py --what process --out benchmarks/results/overlap_process.json
 
 Steps of the tiny Qwen-Image run. With all but ``process``, engines, scorers and updates sleep, much longer than
@@ -23,6 +24,8 @@ longest) and update.
 
 ``server``: likewise, by a server of ``reward.remote``, which a run that is ahead asks while the actor learns.
 
+``replay``: as ``ahead``, without a replay buffer and with one, whose optimizer steps sleep too.
+
 ``process``: nothing sleeps; the engine draws in the trainer's process, or in one of its own, in turn or ahead. The two
 processes share the machine's cores, of which each uses as many as it has threads.
 """
@@ -36,8 +39,8 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -190,6 +193,17 @@ MACHINES = (
 )
 
 
+REPLAY_MACHINES = (
+    Machine("rollout = 1.7 updates", 1, 0.6, 0, 1, 1, 1),
+    Machine("rollout = 4 updates", 1, 0.25, 0, 1, 1, 1),
+)
+BUFFERS: dict[str, tuple[float, tuple[str, ...]]] = {
+    "no buffer": (0, ()),
+    "two batches": (2, ("algorithm.replay.batches=2", "algorithm.replay.share=0.75")),
+}
+"""Name -> optimizer steps from the buffer for each of a new batch, and settings."""
+
+
 class SleepingHandle:
     """An engine elsewhere: draws with a model of its own, and then sleeps."""
 
@@ -271,8 +285,25 @@ def slow_reward(folder: Path, kind: str, seconds: float) -> Iterator[tuple[str, 
     )
 
 
-def asleep(folder: Path, machine: Machine, kind: str, *, split: bool, unit: float, steps: int) -> dict[str, Any]:
-    """A run on such a machine: seconds of its steps, without the first, and of their parts."""
+MINIS = 2
+"""Mini-batches of a batch."""
+
+
+def asleep(
+    folder: Path,
+    machine: Machine,
+    kind: str,
+    *,
+    split: bool,
+    unit: float,
+    steps: int,
+    more: Sequence[str] = (),
+) -> dict[str, Any]:
+    """A run on such a machine: seconds of its steps, without the first, and of their parts.
+
+    Args:
+        more: settings besides those of the machine.
+    """
     engines = machine.engines if split else machine.turns
     chunk_s = machine.rollout * machine.turns * unit / CHUNKS
     update_s = machine.update * unit * (machine.turns / machine.trainer if split else 1)
@@ -286,17 +317,17 @@ def asleep(folder: Path, machine: Machine, kind: str, *, split: bool, unit: floa
         dtype = getattr(torch, rollout.dtype)
         return RolloutPool(handles, digest_of=digest_of, dtype=dtype, micro_batch_size=rollout.micro_batch_size)
 
-    def update(actor: Any, *arguments: Any, **more: Any) -> Any:
+    def update(actor: Any, batch: Any, cond: Any, minis: Any, *arguments: Any, **options: Any) -> Any:
         begin = time.perf_counter()
-        found = compute_update(actor, *arguments, **more)
-        time.sleep(max(0.0, update_s - (time.perf_counter() - begin)))
+        found = compute_update(actor, batch, cond, minis, *arguments, **options)
+        time.sleep(max(0.0, update_s * len(minis) / MINIS - (time.perf_counter() - begin)))
         return found
 
     setup.build_engine = build
     DiffusionActor.update = update  # type: ignore[method-assign]
     settings = [
         "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={4 // MINIS}",
         f"actor_rollout_ref.rollout.n={CHUNKS // 4}",
         "actor_rollout_ref.rollout.micro_batch_size=1",
         f"actor_rollout_ref.rollout.ahead={int(split)}",
@@ -307,6 +338,7 @@ def asleep(folder: Path, machine: Machine, kind: str, *, split: bool, unit: floa
         f"trainer.total_training_steps={steps + 1}",
         "data.val_files=null",
         f"trainer.default_local_dir={folder / 'run'}",
+        *more,
     ]
     try:
         with slow_reward(folder, kind, machine.reward * unit) as reward:
@@ -354,6 +386,29 @@ def of_ahead(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def of_replay(args: argparse.Namespace) -> dict[str, Any]:
+    """The part ``replay``."""
+    results: dict[str, Any] = {"unit_s": args.unit, "machines": []}
+    for machine in REPLAY_MACHINES:
+        entry: dict[str, Any] = {**asdict(machine), "load_average": os.getloadavg()}
+        for kind, split in (("take_turns", False), ("split_ahead", True)):
+            for buffer, (replayed, settings) in BUFFERS.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    found = asleep(
+                        Path(folder), machine, "ahead", split=split, unit=args.unit, steps=args.steps, more=settings
+                    )
+                working = replace(machine, update=machine.update * (1 + replayed))
+                found["expected"] = args.unit * working.expected("ahead", split=split)
+                entry.setdefault(kind, {})[buffer] = found
+                print(
+                    f"{machine.name}, {kind}, {buffer}: {found['seconds']:.2f} s a batch, "
+                    f"expected {found['expected']:.2f}",
+                    flush=True,
+                )
+        results["machines"].append(entry)
+    return results
+
+
 # ---------------------------------------------------------------- computing, in a local process
 
 PLACES = {
@@ -394,6 +449,7 @@ WHAT = {
     "ahead": of_ahead,
     "streamed": of_ahead,
     "server": of_ahead,
+    "replay": of_replay,
     "process": of_process,
 }
 
