@@ -91,9 +91,16 @@ class LiveBytes(TorchDispatchMode):
 def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
     # torch's table has the attention kernels of GPUs alone.
     if operation is _ATTENTION:
-        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+        query, key, value = args[:3]
+        return sdpa_flop_count(query.shape, _per_head(key, query), _per_head(value, query))
     if operation is _ATTENTION_BACKWARD:
-        return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+        gradient, query, key, value = args[:4]
+        return sdpa_backward_flop_count(gradient.shape, query.shape, _per_head(key, query), _per_head(value, query))
     if operation in flop_registry:
         return flop_registry[operation](*args, **kwargs, out_val=out)
     return 0
+
+
+def _per_head(shared: Tensor, query: Tensor) -> torch.Size:
+    """The shape of keys or values, one for each head of the query: torch before 2.12 counts no shared ones (GQA)."""
+    return torch.Size((shared.shape[0], query.shape[1], *shared.shape[2:]))

@@ -1,5 +1,6 @@
 """Counting living bytes and operations: worked by hand."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -38,18 +39,22 @@ def test_each_stretch_has_its_own_peak():
     assert [(s.label, s.peak) for s in live.stretches] == [(None, 40), ("a", 40), ("b", 24)]
 
 
-def test_operations_of_products_and_attention():
-    """A product (m, k) x (k, n) is 2 m k n; attention two products of S x S x D a head, its backward five."""
+def test_operations_of_products():
+    """A product (m, k) x (k, n) is 2 m k n."""
     layer = nn.Linear(7, 11, bias=False)
     with LiveBytes(layer.parameters()) as live:
         layer(torch.ones(3, 7, requires_grad=True)).sum().backward()
     assert live.stretches[0].flops == 3 * (2 * 3 * 7 * 11)  # forward, gradient of the input, gradient of the weight
     assert live.stretches[0].recorded_flops == 2 * 3 * 7 * 11
 
-    q, k, v = (torch.ones(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+
+@pytest.mark.parametrize("shared", [4, 2])
+def test_operations_of_attention(shared):
+    """Two products of S x S x D for each head of the query, and five backward, if heads share keys or not."""
+    q, k, v = (torch.ones(2, heads, 16, 8, requires_grad=True) for heads in (4, shared, shared))
     one = 2 * 2 * 4 * 16 * 16 * 8
     with LiveBytes() as live:
-        out = F.scaled_dot_product_attention(q, k, v, torch.ones(16, 16, dtype=torch.bool))
+        out = F.scaled_dot_product_attention(q, k, v, torch.ones(16, 16, dtype=torch.bool), enable_gqa=True)
         assert live.stretches[0].flops == 2 * one
         live.enter("backward")
         out.sum().backward()
