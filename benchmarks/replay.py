@@ -2,7 +2,7 @@
 
     python benchmarks/tiny_sd3.py                         # once: the model of ``sd3_...``
     python benchmarks/replay.py --jobs 2 --seeds 1,2,3    # runs what is missing, then prints a table
-    python benchmarks/replay.py --report                  # writes table and figure of docs/replay.md; runs nothing
+    python benchmarks/replay.py --report                  # writes tables and figure of docs/replay.md; runs nothing
 
 ``once`` is the demo in bypass mode, for 60 batches; ``whole_...`` run the demo's 150. ``epochs`` learns twice from
 every batch at once. ``replay_N`` takes, for each optimizer step from new images, one from the last N batches,
@@ -83,6 +83,15 @@ SETTINGS: dict[str, Overrides] = {
 }
 SD3 = ("once", "epochs", "replay_2_75", "current_4", "current_4_both", "scouts_24", "scouts_24_redrawn")
 SETTINGS |= {f"sd3_{name}": MODEL | SETTINGS[name] for name in SD3}
+CORRECTIONS = {
+    "": "none",
+    "_weights": "weights",
+    "_rejection": "rejection",
+    "_both": "weights and rejection",
+    "_auto": "weights, rejection by `auto`",
+}
+GRID = {f"current_{n}{correction}" for n in BATCHES for correction in CORRECTIONS}
+"""Settings of a table of their own."""
 SHOWN = {
     "once": ("every image once", "#b2182b"),
     "epochs": ("two epochs", "#4d4d4d"),
@@ -129,7 +138,8 @@ def main() -> int:
     arguments = study_arguments(__doc__, SETTINGS)
     if arguments.report:
         runs = load(SETTINGS, RESULTS)
-        write_table(PAGE, RESULTS, table(runs))
+        write_table(PAGE, RESULTS, table({name: group for name, group in runs.items() if name not in GRID}))
+        write_table(PAGE, RESULTS.with_stem("replay_grid"), grid(runs))
         plot_curves(runs, {name: how for name, how in SHOWN.items() if name in runs}, PLOT, unit="batches drawn")
         return 0
     sd3 = {name for name in arguments.only if name.startswith("sd3_")}
@@ -158,6 +168,26 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
         ]
         lines.append(f"| `{setting}` | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def grid(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """A row for each correction of ``current_N``, a column for each N."""
+    lines = [f"| correction, batches in the buffer | {' | '.join(map(str, BATCHES))} |"]
+    lines.append("|---" * (len(BATCHES) + 1) + "|")
+    for suffix, name in CORRECTIONS.items():
+        cells = [grid_cell(runs.get(f"current_{n}{suffix}", [])) for n in BATCHES]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def grid_cell(group: list[dict[str, Any]]) -> str:
+    """Held out at the end by seed, their mean, and the share that tesseract reads."""
+    if not group:
+        return ""
+    ends = [run["final_held_out"] for run in group]
+    read = fmean(run["drawn"]["tesseract_exact"] for run in group)
+    shown = [f"{value:.2f}".lstrip("0") for value in (*ends, fmean(ends), read)]
+    return f"{' '.join(shown[:-2])}: {shown[-2]} ({shown[-1]})"
 
 
 def mean_of(group: list[dict[str, Any]], name: str) -> str:
