@@ -142,11 +142,10 @@ def main() -> int:
         write_table(PAGE, RESULTS.with_stem("replay_grid"), grid(runs))
         plot_curves(runs, {name: how for name, how in SHOWN.items() if name in runs}, PLOT, unit="batches drawn")
         return 0
-    sd3 = {name for name in arguments.only if name.startswith("sd3_")}
-    others = [name for name in arguments.only if name not in sd3]
-    failed = run_missing(study(), others, arguments.seeds, arguments.jobs)
-    tiny_sd3 = study(path=str(FOLDER), options=OPTIONS)
-    failed += run_missing(tiny_sd3, sorted(sd3), arguments.seeds, arguments.jobs)
+    demo = [name for name in arguments.only if not name.startswith("sd3_")]
+    sd3 = [name for name in arguments.only if name.startswith("sd3_")]
+    failed = run_missing(study(), demo, arguments.seeds, arguments.jobs)
+    failed += run_missing(study(path=str(FOLDER), options=OPTIONS), sd3, arguments.seeds, arguments.jobs)
     print(table(load(SETTINGS, RESULTS)))
     return 1 if failed else 0
 
