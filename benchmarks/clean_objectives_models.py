@@ -24,7 +24,7 @@ from learning import COMMON
 from sd3_ground import MODEL
 from second_ocr import held_out_numbers, second_ocr
 from tiny_sd3 import FOLDER, OPTIONS
-from training_runs import HERE, Study, by_seed, load, run_missing, study_arguments, write_table
+from training_runs import HERE, Study, by_seed, study_main
 
 RESULTS = HERE / "results" / "clean_objectives_models.jsonl"
 STEPS = 60
@@ -65,14 +65,8 @@ def after_training(folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    arguments = study_arguments(__doc__, SETTINGS)
-    if arguments.report:
-        write_table(PAGE, RESULTS, table(load(SETTINGS, RESULTS)))
-        return 0
     study = Study(SETTINGS, COMMON | {"trainer.test_freq": 10}, RESULTS, STEPS, after_training)
-    failed = run_missing(study, arguments.only, arguments.seeds, arguments.jobs)
-    print(table(load(SETTINGS, RESULTS)))
-    return 1 if failed else 0
+    return study_main(__doc__, study, PAGE, table)
 
 
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:

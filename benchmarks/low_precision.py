@@ -19,7 +19,7 @@ from typing import Any
 from gap_study import BYPASS
 from learning import COMMON, LOSS, ROLLOUT
 from sd3_ground import MODEL
-from training_runs import HERE, Overrides, Study, load, run_missing, study_arguments, write_table
+from training_runs import HERE, Overrides, Study, study_main
 
 from flowgrpo_rc.models.config import BASE_QUANTIZATIONS
 
@@ -53,13 +53,7 @@ HEADER = (
 
 
 def main() -> int:
-    arguments = study_arguments(__doc__, SETTINGS)
-    if arguments.report:
-        write_table(PAGE, RESULTS, table(load(SETTINGS, RESULTS)))
-        return 0
-    failed = run_missing(Study(SETTINGS, COMMON, RESULTS, STEPS), arguments.only, arguments.seeds, arguments.jobs)
-    print(table(load(SETTINGS, RESULTS)))
-    return 1 if failed else 0
+    return study_main(__doc__, Study(SETTINGS, COMMON, RESULTS, STEPS), PAGE, table)
 
 
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:

@@ -295,6 +295,20 @@ def by_seed(curves: Iterable[Iterable[float]]) -> str:
     return "; ".join(" ".join(f"{value:.2f}".lstrip("0") for value in curve) for curve in curves)
 
 
+def study_main(description: str | None, study: Study, page: Path, table: Callable[[dict[str, list[dict]]], str]) -> int:
+    """The command line of a study with one table: runs what is missing and prints it, or writes it into the page.
+
+    Returns the exit code.
+    """
+    arguments = study_arguments(description, study.settings)
+    if arguments.report:
+        write_table(page, study.results, table(load(study.settings, study.results)))
+        return 0
+    failed = run_missing(study, arguments.only, arguments.seeds, arguments.jobs)
+    print(table(load(study.settings, study.results)))
+    return 1 if failed else 0
+
+
 TABLE_BEGINS = "<!-- table of {} -->\n"
 TABLE_ENDS = "<!-- end of the table -->"
 """Comments around a generated table in a page; the name is that of the results' file."""
