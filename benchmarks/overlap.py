@@ -4,7 +4,7 @@
     python benchmarks/overlap.py --what ahead --out benchmarks/results/overlap_ahead.json
     python benchmarks/overlap.py --what streamed --out benchmarks/results/overlap_streamed.json
     python benchmarks/overlap.py --what server --out benchmarks/results/overlap_server.json
-    python benchmarks/overlap.py --what replay --steps 5 --out benchmarks/results/overlap_replay.json
+    python benchmarks/overlap.py --what replay --steps 5 --unit 4 --out benchmarks/results/overlap_replay.json
     python benchmarks/overlap.py --what process --out benchmarks/results/overlap_process.json
 
 Steps of the tiny Qwen-Image run. With all but ``process``, engines, scorers and updates sleep, much longer than
