@@ -81,7 +81,7 @@ SETTINGS: dict[str, Overrides] = {
     **{f"awm_current_{n}": AWM | current(n) for n in BATCHES},
     **{f"awm_current_{n}_weights": AWM | current(n, weights="sequence") for n in BATCHES},
 }
-SD3 = ("once", "epochs", "replay_2_75", "current_4", "current_4_both", "scouts_24", "scouts_24_redrawn")
+SD3 = ("once", "replay_2_75", "current_4", "current_4_both", "scouts_24_redrawn")
 SETTINGS |= {f"sd3_{name}": MODEL | SETTINGS[name] for name in SD3}
 CORRECTIONS = {
     "": "none",
