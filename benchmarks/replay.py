@@ -63,6 +63,7 @@ SETTINGS: dict[str, Overrides] = {
     "epochs": FULL | EPOCHS,
     **{f"replay_{n}": FULL | replay(n) for n in BATCHES},
     **{f"replay_{n}_75": FULL | replay(n, share=0.75) for n in BATCHES[1:]},
+    "whole_once": FULL | WHOLE,
     "whole_replay_2_75": FULL | replay(2, share=0.75) | WHOLE,
     "replay_4_spread": FULL | replay(4, select="spread"),
     **{f"current_{n}": current(n) for n in BATCHES},
