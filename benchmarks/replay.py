@@ -131,7 +131,8 @@ def forwards(setting: str) -> float:
     scouts = rollout.drawn / rollout.n
     drawing = drawing + scouts * rollout.scout_steps if rollout.scout.redraw else drawing * scouts
     minis = config.mini_batches
-    replayed = config.algorithm.replay.optimizer_steps(STEPS, minis, rollout.staleness) / (STEPS * minis)
+    batches = config.trainer.total_training_steps or STEPS
+    replayed = config.algorithm.replay.optimizer_steps(batches, minis, rollout.staleness) / (batches * minis)
     return drawing + UPDATE * (actor.ppo_epochs + replayed)
 
 

@@ -71,7 +71,8 @@ class UpdateResult:
     """As given, without images that have no gradient, and in decoupled mode with their old policy. After an update with
     ``keep_old`` another update with them is a further epoch."""
     log_probs: list[Float[Tensor, "_ W"]]
-    """The current policy's of each mini-batch in the last epoch, before its optimizer step; on the host."""
+    """The current policy's at the rows that each mini-batch of the last epoch learned from, before its optimizer step;
+    on the host."""
 
 
 class DiffusionActor:
@@ -277,6 +278,9 @@ class DiffusionActor:
                 metrics.append(done.metrics)
                 if done.norm is not None:
                     norms.append(done.norm)
+        if keep_old:
+            # Images that the update itself has rejected.
+            mini_batches = [self._with_gradient(update, mini) for mini in mini_batches]
         return UpdateResult(self._metrics(metrics, norms, update), len(norms), mini_batches, log_probs)
 
     def _optimizer_step(self, update: "_Update", mini: MiniBatch) -> "_Step":

@@ -93,8 +93,8 @@ class Guard:
             self._warned_of.add(_REPLAY)
             self.say(
                 f"guard: step {step}: for {self._correction.guard_patience} updates in a row, {1 - share:.0%} of the "
-                "steps from the replay buffer had no gradient, since they were rejected or outside the clip band; set "
-                "algorithm.replay.batches or max_staleness lower"
+                "steps from the replay buffer had no gradient, since they were rejected, had a weight of 0 or lay "
+                "outside the clip band; set algorithm.replay.batches or max_staleness lower"
             )
 
     def _readings(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -84,6 +84,10 @@ class LossMetrics:
             sums["dual_clipped"] = dual.sum()
             inert = inert | dual
         sums["inert"] = inert.sum()
+        teaching = (valid if policy.keep is None else policy.keep) & ~inert
+        if policy.weights is not None:
+            teaching = teaching & (policy.weights != 0)
+        sums["teaching"] = teaching.sum()
         sums |= {name: squares.double().sum() for name, squares in (velocity_squares or {}).items()}
         # Minus the minimum, so that one maximum over micro-batches and ranks merges both.
         extremes = (-torch.where(valid, ratio, torch.inf).min(), torch.where(valid, ratio, -torch.inf).max())
@@ -133,6 +137,12 @@ class LossMetrics:
     def kept(self) -> float:
         """Number of elements that rejection kept."""
         return float(self.sums[self.names.index("kept")])
+
+    @property
+    def teaching_fraction(self) -> float:
+        """Share of the elements that are kept, have a weight above 0, and lost no gradient to the limit."""
+        taught, elements = (float(self.sums[self.names.index(name)]) for name in ("teaching", "elements"))
+        return taught / max(elements, 1.0)
 
     @property
     def idle(self) -> float:
@@ -234,7 +244,9 @@ def metrics_of_update(mini_steps: Sequence[LossMetrics]) -> dict[str, float]:
     """Means over all mini-steps of an update, as ``LossMetrics.compute`` names them, and ``..._first`` from the first
     alone, before anything was learned."""
     first = mini_steps[0].compute()
-    metrics = reduce(add, mini_steps).compute()
+    total = reduce(add, mini_steps)
+    metrics = total.compute()
+    metrics["actor/teaching_fraction"] = total.teaching_fraction
     for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_inert"):
         # A rejected element counts as a ratio of 1; divide by the kept share to get the clipped share of the rest.
         metrics[f"{name}_first"] = first[name] / (first["actor/kept_fraction"] or 1.0)

@@ -42,6 +42,8 @@ class Entry:
     """Mean size of its images' advantages."""
     digests: tuple[str, ...]
     """SHA-256 of the file of each process."""
+    has_old: bool = True
+    """Its files have the old policy; those of bypass mode have the rollout's log-probs alone."""
 
     def file(self, process: int) -> str:
         """Name of a process's file."""
@@ -139,9 +141,15 @@ class ReplayBuffer:
             )
         for number, parts in enumerate(zip(*gather_object([own]), strict=True)):
             digests, sizes, counts = zip(*parts, strict=True)
-            spread = sum(sizes) / sum(counts)
             self.entries.append(
-                Entry(step=step, number=number, staleness=staleness, spread=spread, digests=tuple(digests))
+                Entry(
+                    step=step,
+                    number=number,
+                    staleness=staleness,
+                    spread=sum(sizes) / sum(counts),
+                    digests=tuple(digests),
+                    has_old=mini_batches[number].old is not None,
+                )
             )
         for entry in [entry for entry in self.entries if entry.step <= step - self._config.batches]:
             self._remove(entry)
@@ -179,6 +187,17 @@ class ReplayBuffer:
             return None
         return found
 
+    def remove_without_old(self) -> None:
+        """Remove mini-batches that lack an old policy, and say so in a line."""
+        lacking = [entry for entry in self.entries if not entry.has_old]
+        for entry in lacking:
+            self._remove(entry)
+        if lacking:
+            self.say(
+                f"replay: {len(lacking)} mini-batch(es) of bypass mode are left out, since in decoupled mode "
+                "algorithm.replay.old_policy=kept needs the actor's log-probs of them"
+            )
+
     def _part(self, entry: Entry, process: int, texts: Sequence[str]) -> Replayed:
         """The rows of one process. Raises ``OSError`` or ``ValueError`` if its file is missing or damaged."""
         path = self.folder / entry.file(process)
@@ -199,13 +218,13 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``, as far as the present ``batches`` reaches back; nothing, and a line, if the present
-        settings would give the recorded steps other log-probs."""
+        settings would give the recorded steps other log-probs or advantages."""
         self.entries = []
         saved = state["settings"]
-        changed = [name for name in self._settings if self._settings[name] != saved.get(name)]
+        changed = [name for name, value in self._settings.items() if saved.get(name, value) != value]
         if self and state["entries"] and changed:
             self.say(
-                f"replay: the checkpoint's buffer is left out, since {changed[0]} was {saved.get(changed[0])} there "
+                f"replay: the checkpoint's buffer is left out, since {changed[0]} was {saved[changed[0]]} there "
                 f"and is {self._settings[changed[0]]} here"
             )
             return

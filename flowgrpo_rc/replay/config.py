@@ -39,7 +39,8 @@ class ReplayConfig(Section):
     max_staleness: PositiveInt | None = None
     """Leave out images whose adapter is more than so many batches older than the actor's; null: no limit."""
     steps: PositiveInt | None = None
-    """Learn from the first so many steps of their windows alone, as OP-GRPO cuts late steps; null: from all."""
+    """Learn from the first so many steps of their windows alone, as OP-GRPO cuts late steps; null: from all. ``kept``
+    weights and rejection stay those of the whole window."""
 
     def reach(self, staleness: int) -> int:
         """Batches that mini-batches are taken from. New images are ``staleness`` batches stale."""

@@ -49,8 +49,8 @@ class ScoutConfig(Section):
     n: NonNegativeInt = 0
     """Images that are drawn for every prompt, more than ``rollout.n``; 0 draws ``rollout.n`` and learns from all."""
     select: Annotated[str, one_of(SELECTIONS)] = "extremes"
-    """Images that are learned from: as many of the best as of the worst (``extremes``), those whose advantages have the
-    largest variance (``spread``, arXiv 2504.13818), or ``random`` ones, as a control."""
+    """Images that are learned from: as many of the best as of the worst, or one more (``extremes``), those whose
+    advantages have the largest variance (``spread``, arXiv 2504.13818), or ``random`` ones, as a control."""
     redraw: bool = False
     """Draw the scouts without stochastic steps, and those that are learned from once more, from the same noise and as
     training does (Sol-RL, arXiv 2604.06916). Their new rewards take the places of the scouts'."""

@@ -59,13 +59,16 @@ class Replay:
         Raises:
             NonFiniteUpdateError: as ``DiffusionActor.update``.
         """
+        if not mode.bypasses and self._config.old_policy == "kept":
+            # Without one the ratio would begin at 1, and no clip would hold what was learned from before.
+            self.buffer.remove_without_old()
         ages: list[int] = []
         found: list[dict[str, float]] = []
         taken = 0
         for entry in self.buffer.choose(step, self._config.due(step, self._run.config.mini_batches)):
             replayed = self.buffer.read(entry, self._texts)
             if replayed is not None:
-                steps, figures = self._learn_from(replayed, mode)
+                steps, figures = self._learn_from(replayed, entry.staleness, mode)
                 taken += steps
                 ages.append(step - entry.step)
                 found.append(figures)
@@ -98,8 +101,9 @@ class Replay:
             minis = [mini._replace(old=None) for mini in minis]
         self.buffer.add(batch, minis, places, texts, step=step, staleness=staleness)
 
-    def _learn_from(self, replayed: Replayed, mode: ModeInForce) -> tuple[int, dict[str, float]]:
-        """Take an optimizer step from a mini-batch; returns 1, or 0 if rejection empties it, and its figures."""
+    def _learn_from(self, replayed: Replayed, staleness: int, mode: ModeInForce) -> tuple[int, dict[str, float]]:
+        """Take an optimizer step from a mini-batch, which was ``staleness`` batches stale when it was new. Returns 1,
+        or 0 if rejection empties it, and its figures."""
         run = self._run
         batch = replayed.batch
         places = list(dict.fromkeys(replayed.prompts))
@@ -109,7 +113,7 @@ class Replay:
         self._set_limits(batch)
         first = replayed.mini.old
         drawn = optional(batch, Key.ROLLOUT_LOG_PROBS)
-        if drawn is None and first is not None and mode.objective.needs_old:
+        if drawn is None and first is not None and mode.objective.needs_old and not staleness:
             # Clean images, which the old policy drew itself.
             drawn = first.log_probs
         mini = replayed.mini._replace(old=self._old(replayed, mode))
@@ -123,15 +127,16 @@ class Replay:
         """The old policy; ``None``: the current one, which the update's own forward pass supplies."""
         if mode.bypasses:
             return OldPolicy.of_rollout(replayed.batch)
-        # A batch that was learned from in bypass mode has none.
         return replayed.mini.old if self._config.old_policy == "kept" else None
 
     def _figures(self, drawn: Float[Tensor, "B W"] | None, update: UpdateResult) -> dict[str, float]:
         """Figures of a mini-batch over all processes; weights are ``pi_theta / pi_rollout`` of windows, ``drawn`` being
         the log-probs of the policy that drew."""
         metrics = update.metrics
-        kept = metrics["actor/kept_fraction"]
-        figures = {"kept_fraction": kept, "teaching_fraction": kept - metrics["actor/pg_clipfrac_inert"]}
+        figures = {
+            "kept_fraction": metrics["actor/kept_fraction"],
+            "teaching_fraction": metrics["actor/teaching_fraction"],
+        }
         if drawn is not None:
             weights = self._gather(window_weights(update.log_probs[0], drawn[update.mini_batches[0].rows]))
             figures["weight_mean"] = float(weights.mean())
@@ -145,4 +150,9 @@ def window_weights(log_probs: Float[Tensor, "M W"], rollout_log_probs: Float[Ten
 
 
 def _means(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    """Means over the rows that have a figure: not all have log-probs of the policy that drew."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}

@@ -296,8 +296,11 @@ class Run:
 
 
 def recorded_settings(config: FlowGRPOConfig) -> dict[str, Any]:
-    """Settings that recorded steps or noised images must have in common with the actor that scores them again."""
-    parts = config.actor_rollout_ref
+    """Settings that recorded steps or noised images, and their advantages, must have in common with those that are
+    learned from beside them."""
+    parts, algorithm = config.actor_rollout_ref, config.algorithm
+    files = {name: f" ({function.path})" for name, function in config.reward.own_functions().items()}
+    rewards = [f"{weight:g} x {name}{files.get(name, '')}" for name, weight in config.reward.weights().items()]
     loss, algo, pipeline = parts.actor.diffusion_loss, parts.rollout.algo, parts.rollout.pipeline
     return {
         "loss_mode": loss.loss_mode,
@@ -306,6 +309,10 @@ def recorded_settings(config: FlowGRPOConfig) -> dict[str, Any]:
         "sde_type": algo.sde_type,
         "model.timestep_dtype": parts.model.timestep_dtype,
         "rollout.dtype": parts.rollout.dtype,
+        "algorithm.norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        "algorithm.global_std": algorithm.global_std,
+        "reward.normalization": config.reward.normalization,
+        "reward": " + ".join(rewards),
         **{f"pipeline.{name}": value for name, value in json.loads(json.dumps(asdict(pipeline))).items()},
     }
 

@@ -282,8 +282,10 @@ class FlowGRPOTrainer:
         if self.mode.bypasses:
             # No pass of the actor: the engine's own log-probs are the old policy's.
             return OldPolicy.of_rollout(batch)
-        if self.mode.objective.clean and self.adapter.behind and self.mode.rollout_correction.corrects:
-            # The policy that drew scores its images at the same noise; without a lag it is the old one.
+        # Without a lag the policy that drew is the old one, which a buffer keeps unless the objective has none.
+        differs = self.adapter.behind or (bool(self.run.replay) and not self.mode.objective.needs_old)
+        if self.mode.objective.clean and differs and self.mode.rollout_correction.corrects:
+            # The policy that drew scores its images at the same noise.
             with self.adapter.actor_at_rollout_version():
                 batch[Key.ROLLOUT_LOG_PROBS] = self.run.actor.score(batch, cond).log_probs
         elif not self.mode.objective.needs_old:

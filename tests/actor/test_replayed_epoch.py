@@ -115,6 +115,19 @@ def test_a_replayed_batch_is_a_second_epoch(rigs, tmp_path, case):
     assert once.optimizer_steps + sum(update.optimizer_steps for _, update in done) == twice.optimizer_steps
 
 
+def test_images_that_are_rejected_are_not_kept(rigs):
+    """Of no mini-batch: the update itself corrects the first one. Their steps are counted."""
+    rig = rigs["steps"]
+    rig.reset(config(correction=SEQUENCE))
+    batch = rig.batch[MINIS[1].rows]
+    old, _ = correct_old_policy(rig.actor.score(batch, rig.cond), batch, rig.actor.config.rollout_correction)
+    minis = rig.actor.update(rig.batch, rig.cond, [MINIS[0], MINIS[1]._replace(old=old)], keep_old=True).mini_batches
+    window = rig.batch[Key.TIMESTEPS].shape[1]
+    assert all(bool(mini.old.keep.all()) for mini in minis)
+    assert [len(mini.rows) + mini.rejected // window for mini in minis] == [2, 2]
+    assert sum(mini.rejected for mini in minis) == 2 * window
+
+
 @pytest.fixture
 def stale(rigs, tmp_path):
     """A rig after an update, the buffer with its batch, and the weights, current over rollout, by hand in float64."""

@@ -13,9 +13,11 @@ from flowgrpo_rc.loss.policy import PolicyInputs, PolicyLimits, PolicyTerms
 BAND = {"clip_low": 0.1, "clip_high": 0.3}
 
 
-def metrics_of(log_ratio, advantages, keep=None, loss_sum=1.0, denominator=None, kl_sum=0.0, valid=None, **limits):
+def metrics_of(
+    log_ratio, advantages, keep=None, loss_sum=1.0, denominator=None, kl_sum=0.0, valid=None, weights=None, **limits
+):
     return LossMetrics.of(
-        PolicyInputs(log_ratio, torch.zeros_like(log_ratio), advantages, keep=keep),
+        PolicyInputs(log_ratio, torch.zeros_like(log_ratio), advantages, weights=weights, keep=keep),
         PolicyTerms(torch.zeros_like(log_ratio), log_ratio),
         PolicyLimits(**{**BAND, **limits}),
         loss_sum=tensor(loss_sum)[0],
@@ -57,6 +59,19 @@ def test_by_hand():
     }
     assert metrics == pytest.approx(expected)
     assert list(metrics) == list(expected)
+
+
+def test_steps_that_teach():
+    """Inert above the band and below it, rejected, of weight 0, outside and moving back, inside: two of six."""
+    log_ratio = torch.log(tensor(1.5, 0.5, 1.0, 1.0, 1.5, 1.1))
+    advantages = tensor(1.0, -1.0, 1.0, 1.0, -1.0, 1.0)
+    keep = torch.tensor([True, True, False, True, True, True])
+    weights = tensor(1.0, 1.0, 0.0, 0.0, 0.5, 2.0)
+    found = metrics_of(log_ratio, advantages, keep, weights=weights)
+    assert found.teaching_fraction == pytest.approx(2 / 6)
+    # Two more were rejected before they were computed; of idle ones no mean takes notice.
+    assert found.with_left_out(2, 5, counts_rejected=True).teaching_fraction == pytest.approx(2 / 8)
+    assert metrics_of(log_ratio, advantages, keep).teaching_fraction == pytest.approx(3 / 6)
 
 
 def test_the_extremes_are_those_of_valid_elements():

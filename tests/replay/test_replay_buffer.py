@@ -6,12 +6,15 @@ import pytest
 import torch
 from accelerate import PartialState
 from tensordict import TensorDict
+from tests_support import BRIGHTNESS
 from torch.testing import assert_close
 
 from flowgrpo_rc.batch import Key, MiniBatch, OldPolicy
+from flowgrpo_rc.cli.compose import compose
 from flowgrpo_rc.replay import ReplayBuffer, ReplayConfig
 from flowgrpo_rc.replay.buffer import Replayed, _dealt
 from flowgrpo_rc.run_folder import RunFolderError
+from flowgrpo_rc.trainer.setup import recorded_settings
 
 TEXTS = ["one", "two", "three"]
 
@@ -89,6 +92,19 @@ def test_spread_is_the_mean_size_of_advantages_over_all_images(filled):
     first, second = filled().entries[2:]
     assert first.spread == pytest.approx(float(advantages[:2].mean()))
     assert second.spread == pytest.approx(float(advantages[3]) / 4)
+
+
+def test_mini_batches_without_an_old_policy_can_be_left_out(filled):
+    """The second of each batch has none."""
+    buffer = filled()
+    said = []
+    buffer.say = said.append
+    buffer.remove_without_old()
+    assert [(entry.step, entry.number) for entry in buffer.entries] == [(1, 0), (2, 0)]
+    assert files(buffer.folder) == ["step_1.0.0.pt", "step_2.0.0.pt"]
+    buffer.remove_without_old()
+    assert len(said) == 1
+    assert said[0].startswith("replay: 2 mini-batch(es) of bypass mode are left out")
 
 
 def test_selections(filled):
@@ -206,6 +222,27 @@ def test_a_buffer_of_other_settings_is_left_out_and_said(filled):
     other.load_state_dict(state)
     assert other.entries == []
     assert said == ["replay: the checkpoint's buffer is left out, since sde_type was sde there and is cps here"]
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "there", "here"),
+    [
+        ("reward.functions={ocr: 0.5}", "reward", "1 x ocr", "0.5 x ocr"),
+        (
+            f"reward.custom_reward_function.path={BRIGHTNESS}",
+            "reward",
+            "1 x ocr",
+            f"1 x compute_score ({BRIGHTNESS})",
+        ),
+        ("reward.normalization=group", "reward.normalization", None, "group"),
+        ("algorithm.global_std=false", "algorithm.global_std", True, False),
+        ("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.norm_adv_by_std_in_grpo", True, False),
+    ],
+)
+def test_other_rewards_are_other_settings(override, name, there, here):
+    """Advantages of another reward would be learned from beside the new ones."""
+    before, after = (recorded_settings(compose("tiny_qwen_image_ocr", given)) for given in ([], [override]))
+    assert {key: (before[key], after[key]) for key in before if before[key] != after[key]} == {name: (there, here)}
 
 
 def test_fewer_batches_after_a_resume(filled):
