@@ -307,7 +307,7 @@ class DiffusionActor:
             if not update.mode.bypasses:
                 mini = mini._replace(old=corrected)
         # Not even moments and weight decay may move the weights where nothing is learned.
-        if total.kept + total.idle == 0:
+        if total.kept == 0:
             self.optimizer.zero_grad(set_to_none=True)
             warnings.warn("rollout correction rejected a whole mini-batch: its optimizer step is skipped", stacklevel=3)
             return _Step(total, mini, log_probs, None)
@@ -338,13 +338,14 @@ class DiffusionActor:
         if mode.objective.scales_with_advantage and not self.config.needs_reference and counts_all:
             advantages = update.batch[Key.ADVANTAGES][mini.rows]
             idle = advantages.reshape(len(mini.rows), -1).eq(0).all(1)
-        # Idle images are in no metric, rejected or not, or the share of rejected ones would be too high.
-        rejected = torch.zeros_like(idle)
+        removed = torch.zeros_like(idle)
         if mini.old is not None and mini.old.keep is not None and not mode.bypasses:
-            rejected = ~mini.old.keep.any(1) & ~idle
+            removed = ~mini.old.keep.any(1)
+        # Idle images are in no metric, rejected or not, or the share of rejected ones would be too high.
+        rejected = removed & ~idle
         needed = max(1, largest_on_any_process(int((~(rejected | idle)).sum())))
-        # Those with a gradient first, each kind in the order of the batch.
-        order = (rejected | idle).int().argsort(stable=True)
+        # Those with a gradient first, then those that are kept, each kind in the order of the batch.
+        order = (idle.int() + 2 * removed).argsort(stable=True)
         kept = order[:needed].sort().values
         gone = order[needed:]
         steps = update.steps.window
@@ -531,11 +532,11 @@ class DiffusionActor:
         return transition(flat[Key.LATENTS], velocity, *levels, noise_level=self._noise_level, sde_type=self._sde_type)
 
     def _refuse(self, update: "_Update", mini: MiniBatch) -> None:
-        """Find the samples whose gradient is not finite, by one backward pass each, and raise. The gradient is a sum
-        over all processes, so all of them come here, each with equally many samples."""
+        """Find the samples or pairs whose gradient is not finite, by one backward pass each, and raise. The gradient is
+        a sum over all processes, so all of them come here, each with equally many samples."""
         bad = []
         # This is slow, but it runs once, right before the run ends.
-        for place in torch.arange(len(mini.rows)).split(1):
+        for place in torch.arange(len(mini.rows)).split(2 if update.mode.objective.paired else 1):
             self.optimizer.zero_grad(set_to_none=True)
             self._backward(update, mini.part(place))
             if not all(bool(p.grad.isfinite().all()) for p in self._parameters if p.grad is not None):

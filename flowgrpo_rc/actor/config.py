@@ -275,6 +275,12 @@ class DiffusionActorConfig(Section):
                 yield f"{name}: got {value} with use_kl_loss=false, which computes no KL; set use_kl_loss=true"
         if self.diffusion_loss.objective.clean:
             yield from self._clean_problems()
+        elif self.diffusion_loss.ref_kl_coef:
+            yield (
+                f"diffusion_loss.ref_kl_coef: got {self.diffusion_loss.ref_kl_coef} with loss_mode="
+                f"{self.diffusion_loss.loss_mode}, which does not read it; set it to 0, and for a KL use_kl_loss=true "
+                "with kl_loss_coef"
+            )
         rc = self.rollout_correction
         if isinstance(rc, str):
             return  # The configuration tree repeats the check after resolving the reference.

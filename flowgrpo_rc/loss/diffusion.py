@@ -129,9 +129,11 @@ def _read_steps(
         dt = None
         if objective.needs_sigmas:
             where = f"data (loss_mode={objective.name})"
+            sigma, following = (require(data, name, where) for name in (Key.SIGMAS, Key.NEXT_SIGMAS))
+            check_shape(Key.SIGMAS, sigma, policy.log_prob.shape)
+            check_shape(Key.NEXT_SIGMAS, following, policy.log_prob.shape)
             # Noise levels fall, so this difference is positive.
-            dt = require(data, Key.SIGMAS, where) - require(data, Key.NEXT_SIGMAS, where)
-            dt = kept(dt, policy.keep, 1.0)
+            dt = kept(sigma - following, policy.keep, 1.0)
         policy = policy._replace(shift=TransitionShift(kl, std, dt))
     reference_kl = None
     if (objective.clean and options.ref_kl_coef) or (config.use_kl_loss and config.kl_loss_type == "velocity"):
@@ -167,7 +169,7 @@ def _read_matching(
         if value is None:
             return None
         check_shape(name, value, elements + latents)
-        return value.to(torch.promote_types(value.dtype, torch.float32))
+        return _at_least_float32(value)
 
     described = f"model_output (loss_mode={objective.name})"
     current = velocity(model_output, "velocities", described, True)
@@ -250,6 +252,10 @@ def _velocity(value: Tensor, name: str, policy: PolicyInputs) -> Tensor:
     """The velocities of each step, checked, and at least float32."""
     steps = policy.log_prob.shape
     check_shape(name, value, steps + value.shape[len(steps) :])
+    return _at_least_float32(value)
+
+
+def _at_least_float32(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
@@ -269,6 +275,7 @@ def _kl_and_std(
     # The latents' own shape is free, but both means must have it.
     check_shape("transition_means", mean, steps + mean.shape[len(steps) :])
     check_shape(name, other_mean, mean.shape)
+    mean, std, other_mean = (_at_least_float32(value) for value in (mean, std, other_mean))
     # Select before the arithmetic: a NaN of a rejected step would pass through a later mask into the gradient.
     std = kept(std, policy.keep, 1.0)  # 1, since the KL divides by it
     return transition_kl(kept(mean, policy.keep), kept(other_mean.detach(), policy.keep), std), std

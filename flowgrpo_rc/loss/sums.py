@@ -145,11 +145,6 @@ class LossMetrics:
         return taught / max(elements, 1.0)
 
     @property
-    def idle(self) -> float:
-        """Number of elements that ``with_left_out`` added for their advantage of 0."""
-        return float(self.sums[self.names.index("idle")])
-
-    @property
     def loss(self) -> float:
         """The sum of the loss's policy term."""
         return float(self.sums[self.names.index("loss")])

@@ -71,11 +71,15 @@ def read_tokens(config: ActorLossConfig, model_output: TensorMapping, data: Tens
     options = config.diffusion_loss
     require(data, Key.RESPONSE_MASK, "data")
     valid = response_mask(data, require(model_output, "log_probs", "model_output"))
+    objective = OBJECTIVES[options.loss_mode]
     # A token's distribution has no transition mean, so these objectives cannot be computed.
-    if OBJECTIVES[options.loss_mode].needs_old_means:
+    if objective.clean or objective.needs_old_means:
+        lack, other = ("have no transition means", "SDE steps")
+        if not objective.needs_old_means:
+            lack, other = ("are no images", "clean images")
         raise ValueError(
-            f"diffusion_loss.loss_mode: got {options.loss_mode} with a response_mask in data, but tokens have no "
-            f"transition means; set loss_mode={DEFAULT}, or leave response_mask out for SDE steps"
+            f"diffusion_loss.loss_mode: got {options.loss_mode} with a response_mask in data, but tokens {lack}; set "
+            f"loss_mode={DEFAULT}, or leave response_mask out for {other}"
         )
     shared = read_inputs(config, model_output, data, AGGREGATIONS[options.loss_agg_mode], valid=valid)
     policy = shared.policy

@@ -63,6 +63,10 @@ def test_sections_may_be_mappings():
             "actor.kl_reference: got start with use_kl_loss=false, which computes no KL; set use_kl_loss=true",
         ),
         (lambda: DiffusionActorConfig(kl_loss_type="velocity"), "actor.kl_loss_type: got velocity with use_kl_loss="),
+        (
+            lambda: DiffusionActorConfig(diffusion_loss=DiffusionLossConfig(ref_kl_coef=0.5)),
+            "diffusion_loss.ref_kl_coef: got 0.5 with loss_mode=flow_grpo, which does not read it; set it to 0",
+        ),
         (lambda: DiffusionActorConfig(ema_decay=1.0), "actor.ema_decay: got 1.0; give a number between 0 and 1 or"),
         (lambda: DiffusionActorConfig(ema_decay=0.0), "actor.ema_decay: got 0.0"),
         (lambda: DiffusionLossConfig(clip_ratio=0.0), "diffusion_loss.clip_ratio: got 0.0"),

@@ -147,6 +147,18 @@ def test_a_step_is_taken_where_the_kept_images_have_no_advantage(rig):
     assert torch.equal(found.added, expected.added)
 
 
+@pytest.mark.parametrize(("bypass", "scored"), [(False, True), (False, False), (True, False)])
+def test_a_mini_batch_of_rejected_images_takes_no_step_though_some_are_idle(rig, bypass, scored):
+    """Neither moments nor weight decay may move the weights where nothing is kept."""
+    narrow = {"bypass_mode": bypass, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.99999_1.00001"}
+    for whole in (False, True):
+        with pytest.warns(UserWarning, match="its optimizer step is skipped"):
+            found = learn(rig, config(correction=narrow), TWO_ZEROS, scored=scored, all_rows=whole)
+        assert found.gradients == []
+        assert not found.added.any()
+        assert found.metrics["actor/kept_fraction"] == 0
+
+
 def test_left_out_elements_by_hand():
     """Four computed elements with ratios 1.2, .9, 1 and 1, then two rejected and three idle ones."""
     names = ("loss", "denominator", "kl_loss", "elements", "kept", "ppo_kl", "abs_log_ratio", "ratio")

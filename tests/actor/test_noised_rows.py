@@ -9,7 +9,7 @@ from test_rows import IMAGES, Rig, config
 from tolerances import adam
 from torch.testing import assert_close
 
-from flowgrpo_rc.actor import DiffusionActorConfig
+from flowgrpo_rc.actor import DiffusionActor, DiffusionActorConfig, NonFiniteUpdateError
 from flowgrpo_rc.actor.config import CleanImagesConfig
 from flowgrpo_rc.actor.noising import NoiseLevels, noise_images
 from flowgrpo_rc.batch import Key, MiniBatch
@@ -224,3 +224,35 @@ def test_what_does_not_fit_clean_images_is_refused(settings, says):
     settings = {"diffusion_loss": {"loss_mode": "awm"}, "rollout_correction": {"bypass_mode": False}} | settings
     with pytest.raises(ValueError, match=says):
         convert(DiffusionActorConfig, settings)
+
+
+class Overflow(torch.autograd.Function):
+    """The identity, whose gradient overflows in some rows."""
+
+    @staticmethod
+    def forward(ctx, values, rows):
+        ctx.rows = rows
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        gradient[ctx.rows] = torch.inf
+        return gradient, None
+
+
+@pytest.mark.parametrize(("name", "blamed"), [("awm", [2]), ("dpo", [2, 3])])
+def test_a_gradient_that_is_not_finite_names_the_image_or_the_pair(rig, monkeypatch, name, blamed):
+    """The gradient of the third image overflows."""
+    rig.reset(clean_config(name))
+    forward = DiffusionActor._forward
+
+    def overflowing(self, micro, **options):
+        output = forward(self, micro, **options)
+        rows = micro.data[Key.ADVANTAGES] == rig.batch[Key.ADVANTAGES][2]
+        return output | {"velocities": Overflow.apply(output["velocities"], rows)}
+
+    monkeypatch.setattr(DiffusionActor, "_forward", overflowing)
+    with pytest.raises(NonFiniteUpdateError, match=r"non-finite gradient for \d samples") as error:
+        rig.actor.update(rig.batch, rig.cond, [MiniBatch(torch.arange(IMAGES))])
+    assert error.value.samples == blamed

@@ -709,3 +709,18 @@ def test_auto_clips_every_element_by_its_own_width():
             diffusion_loss(config, {"log_probs": log_probs}, {**data, "clip_widths": widths})
     with pytest.raises(ValueError, match="clip_widths has shape"):
         diffusion_loss(config, {"log_probs": log_probs}, {**data, "clip_widths": torch.ones(2)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_widths_in_half_precision_clip_what_float32_clips(dtype):
+    """1 - 1e-4 is 1 in half precision, and every ratio would lie outside."""
+    config = make_config("bypass ppo_clip")
+    config.diffusion_loss.clip_ratio = "auto"
+    config.diffusion_loss.clip_ratio_low = config.diffusion_loss.clip_ratio_high = None
+    log_probs = torch.tensor([[5e-5, 2e-4]]).requires_grad_()
+    data = {"rollout_log_probs": torch.zeros(1, 2), "advantages": torch.ones(1)}
+    data["clip_widths"] = torch.full((1, 2), 1e-4).to(dtype)
+    loss, metrics = diffusion_loss(config, {"log_probs": log_probs}, data)
+    loss.backward()
+    assert metrics["actor/pg_clipfrac"] == 0.5
+    assert log_probs.grad.flatten().tolist() == pytest.approx([-0.5, 0.0], abs=1e-4)

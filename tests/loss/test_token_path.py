@@ -450,6 +450,13 @@ def test_objectives_on_transition_means_are_refused(loss_mode):
         token_loss(make_config(loss_mode=loss_mode), {"log_probs": new}, data)
 
 
+@pytest.mark.parametrize("loss_mode", ["awm", "dpo", "diffusion_nft"])
+def test_objectives_on_clean_images_are_refused(loss_mode):
+    new, data = random_batch()
+    with pytest.raises(ValueError, match=f"loss_mode: got {loss_mode} with a response_mask in data, but tokens"):
+        token_loss(make_config(loss_mode=loss_mode), {"log_probs": new}, data)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

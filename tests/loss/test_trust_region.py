@@ -106,6 +106,25 @@ def test_guard_is_the_published_formula_when_all_share_a_timestep():
     assert_close(diffusion_loss(config("grpo_guard"), output, data)[0], published)
 
 
+@pytest.mark.parametrize("name", ["sigmas", "next_sigmas"])
+def test_levels_of_another_shape_are_refused(name):
+    """They would broadcast."""
+    output, data, old_mean = case(b=2)
+    data["old_transition_means"] = old_mean
+    data[name] = data[name][:1]
+    with pytest.raises(ValueError, match=rf"^{name} has shape \(1, 2\); expected \(2, 2\)"):
+        diffusion_loss(config("grpo_guard"), output, data)
+
+
+def test_means_in_half_precision_are_compared_in_float32():
+    output, data, old_mean = case()
+    data["old_transition_means"] = old_mean.half()
+    output["transition_means"] = (old_mean + 0.01).half()
+    single = {**output, "transition_means": output["transition_means"].float()}
+    found, expected = (diffusion_loss(config("grpo_guard"), given, data)[0] for given in (output, single))
+    assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
 def test_equal_policies_and_gradients(mode):
     """At equal policies the ratio is 1; the gradient through log-prob and mean passes gradcheck."""
