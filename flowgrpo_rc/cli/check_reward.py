@@ -79,11 +79,14 @@ def _alone(name: str, config: RewardConfig) -> RewardConfig:
     """The configuration with this reward as the only one; a ``ValueError`` if there is no such reward."""
     # A model of ``reward_model`` is started only for a reward that calls it; it may take minutes and a GPU.
     custom = config.custom_reward_function
-    own = config.reward_functions
-    asks_a_model = name == "judge" or name in config.own_functions()
+    # Those that only look in validation are checked as well.
+    looking = {n: dict(config.val_functions[n]) for n, function in config.observers().items() if function is not None}
+    own = {**looking, **config.reward_functions}
+    own_names = {*looking, *config.own_functions()}
+    asks_a_model = name == "judge" or name in own_names
     return replace(
         config,
-        functions={} if name in config.own_functions() else {name: 1.0},
+        functions={} if name in own_names else {name: 1.0},
         custom_reward_function=replace(custom, weight=1.0) if name == custom.name else CustomRewardConfig(),
         reward_functions={name: {**own[name], "weight": 1.0}} if name in own else {},
         val_functions={},

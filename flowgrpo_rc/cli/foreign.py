@@ -481,7 +481,11 @@ class Translation:
         place, copy = CORRECTIONS
         own = self.leaves.get(place, {})
         copied = self.leaves.get(copy, {})
-        if copy not in self.leaves or not isinstance(own, Mapping | None) or not isinstance(copied, Mapping | None):
+        if not isinstance(copied, Mapping | None):
+            return self.refusals.wrong(
+                f"{copy}: got {show(copied)}; give its keys, e.g. {{rollout_is: sequence}}, or null"
+            )
+        if copy not in self.leaves or not isinstance(own, Mapping | None):
             return
         del self.leaves[copy]
         if own is None or copied is None:

@@ -49,7 +49,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         from flowgrpo_rc.trainer.tune import cheapest, samplers, tune
 
         parts = config.actor_rollout_ref
-        count = len(list(samplers(parts.rollout, clean=parts.actor.diffusion_loss.objective.clean)))
+        count = len(list(samplers(parts.rollout, clean=not config.records_steps)))
         groups = prompts_of_budget(arguments.budget, count, parts.rollout.n)
         make_folder(arguments.out)
         arguments.phase = LOADING

@@ -74,6 +74,11 @@ class LossInputs:
     correction: RolloutCorrection | None
     """Bypass mode's correction with its metrics; ``None`` without a valid token."""
 
+    @property
+    def needs_advantage(self) -> bool:
+        """True if an element with an advantage of 0 has no gradient."""
+        return OBJECTIVES[self.config.diffusion_loss.loss_mode].scales_with_advantage and self.reference_kl is None
+
 
 def read_inputs(
     config: ActorLossConfig,

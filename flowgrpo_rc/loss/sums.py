@@ -50,10 +50,12 @@ class LossMetrics:
         kl_sum: Tensor,
         valid: Tensor | None = None,
         velocity_squares: Mapping[str, Tensor] | None = None,
+        needs_advantage: bool = True,
     ) -> "LossMetrics":
         """Sums of one micro-batch, from its objective's inputs and result, and from its reduced sums.
 
         Args:
+            needs_advantage: an element with an advantage of 0 has no gradient.
             valid: elements that count (``None``: all); rejected ones count with a log ratio of 0.
             velocity_squares: those of ``LossInputs``.
         """
@@ -87,6 +89,8 @@ class LossMetrics:
         teaching = (valid if policy.keep is None else policy.keep) & ~inert
         if policy.weights is not None:
             teaching = teaching & (policy.weights != 0)
+        if needs_advantage:
+            teaching = teaching & (policy.advantages != 0)
         sums["teaching"] = teaching.sum()
         sums |= {name: squares.double().sum() for name, squares in (velocity_squares or {}).items()}
         # Minus the minimum, so that one maximum over micro-batches and ranks merges both.
@@ -140,7 +144,7 @@ class LossMetrics:
 
     @property
     def teaching_fraction(self) -> float:
-        """Share of the elements that are kept, have a weight above 0, and lost no gradient to the limit."""
+        """Share of the elements with a gradient: kept, and by weight, advantage and limit not without one."""
         taught, elements = (float(self.sums[self.names.index(name)]) for name in ("teaching", "elements"))
         return taught / max(elements, 1.0)
 
@@ -231,6 +235,7 @@ def loss_sums(inputs: LossInputs) -> LossSums:
         kl_sum=kl_sum,
         valid=inputs.valid,
         velocity_squares=inputs.velocity_squares,
+        needs_advantage=inputs.needs_advantage,
     )
     return LossSums(total, denominator, metrics, inputs.correction)
 

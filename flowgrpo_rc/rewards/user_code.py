@@ -9,6 +9,7 @@ import atexit
 import faulthandler
 import inspect
 import linecache
+import os
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
-from traceback import walk_tb
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 
@@ -36,8 +37,9 @@ class Overrun(KeyboardInterrupt):
     going on with its next task.
     """
 
-    frames: Sequence[FrameType] = ()
-    """The suspended coroutine, which is on no thread's stack."""
+    levels: Sequence[tuple[FrameType, int]] = ()
+    """Frames and lines of the interrupted code, where its traceback does not have them: a suspended coroutine is on no
+    thread's stack, and a call may swallow the interrupt. Innermost first."""
 
 
 @dataclass
@@ -54,9 +56,10 @@ class UserCode:
     """The exception that reports the code's faults."""
 
     def run(self, function: Callable[..., Any], *args: Any, passing: type[Exception] | tuple[()] = ()) -> Any:
-        """``function(*args)``, with gradient mode, default dtype and default device of torch restored afterwards.
+        """``function(*args)``, with the working folder and torch's gradient mode, default dtype and default device
+        restored afterwards.
 
-        The default dtype, which all threads share, is restored in the main thread alone.
+        Working folder and default dtype, which all threads share, are restored in the main thread alone.
 
         Args:
             passing: an exception of our own checks, which is raised unchanged.
@@ -67,13 +70,12 @@ class UserCode:
                 command with exit code 0; and where the call passed its deadline.
         """
         try:
-            with _deadline(self.timeout_s), _torch_settings_restored():
+            with _deadline(self.timeout_s), _working_folder_restored(), _torch_settings_restored():
                 return function(*args)
         except passing:
             raise
         except Overrun as overrun:
-            levels = [*walk_tb(overrun.__traceback__)][::-1]
-            place, line = self._place([*levels, *((frame, frame.f_lineno) for frame in overrun.frames)])
+            place, line = self._place(overrun.levels or _levels(overrun))
             raise self.error(
                 f"{self.what} did not return within reward.timeout_s={self.timeout_s:g} s; it was{place} ({line}). "
                 "Mend it, or for a slow one raise reward.timeout_s (null for no limit)"
@@ -93,7 +95,7 @@ class UserCode:
         if isinstance(error, SyntaxError) and error.filename and error.lineno:
             return f"{described} at {error.filename}:{error.lineno}"
         # The outermost level is this package's call itself.
-        levels = list(walk_tb(error.__traceback__))[:0:-1]
+        levels = _levels(error)[:-1]
         return described + (self._place(levels)[0] if levels else "")
 
     def _place(self, levels: Sequence[tuple[FrameType, int]]) -> tuple[str, str]:
@@ -102,6 +104,11 @@ class UserCode:
         frame, number = next((level for level in levels if level[0].f_code.co_filename == self.file), levels[0])
         path = frame.f_code.co_filename
         return f" at {path}:{number}, in {frame.f_code.co_name}", linecache.getline(path, number).strip()
+
+
+def _levels(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Frames and lines of its traceback, innermost first."""
+    return [*walk_tb(error.__traceback__)][::-1]
 
 
 def _remedy(error: BaseException) -> str:
@@ -147,11 +154,14 @@ def _deadline(timeout_s: float | None) -> Iterator[None]:
 
 @contextmanager
 def _interrupt_after(seconds: float) -> Iterator[None]:
-    """Raise ``Overrun`` in the main thread, which runs this, after so many seconds."""
+    """Raise ``Overrun`` in the main thread, which runs this, after so many seconds; and at the end of a call that has
+    swallowed it, for its result was made up."""
     calling = True
+    interrupted: list[tuple[FrameType, int]] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if calling:
+            interrupted[:] = walk_stack(frame)
             raise Overrun
 
     previous = signal.signal(signal.SIGALRM, interrupt)
@@ -162,6 +172,10 @@ def _interrupt_after(seconds: float) -> Iterator[None]:
         finally:
             # The timer may run out between any two lines, also of what follows; it must not interrupt that.
             calling = False
+        if interrupted:
+            overrun = Overrun()
+            overrun.levels = interrupted
+            raise overrun
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
@@ -180,6 +194,18 @@ def _set_fault_handler(call: object, seconds: float | None) -> None:
         wait_s = max(min(_due.values()) - time.monotonic(), 0.01)
         with suppress(OSError, ValueError):  # no standard error stream
             faulthandler.dump_traceback_later(wait_s, exit=True, file=2)
+
+
+@contextmanager
+def _working_folder_restored() -> Iterator[None]:
+    """Restore the working folder: the run's own paths may be relative to it."""
+    folder = os.getcwd()
+    try:
+        yield
+    finally:
+        # A background thread would undo the change of another thread's function.
+        if threading.current_thread() is threading.main_thread():
+            os.chdir(folder)
 
 
 @contextmanager
@@ -243,7 +269,8 @@ def _run(awaitables: Sequence[Any]) -> list[Any]:
     try:
         return loop.run_until_complete(together)
     except Overrun as overrun:
-        overrun.frames = next((task.get_stack() for task in tasks if not task.done()), ())
+        waiting = next((task.get_stack() for task in tasks if not task.done()), [])
+        overrun.levels = [*_levels(overrun), *((frame, frame.f_lineno) for frame in waiting)]
         raise
     finally:
         # Tasks that are left would go on in the next call.

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from flowgrpo_rc import __version__
 from flowgrpo_rc.data import PromptRecord
 from flowgrpo_rc.models.digests import short_digest
+from flowgrpo_rc.rewards import RewardConfig
 from flowgrpo_rc.trainer.config import FlowGRPOConfig
 
 NAMED = 5
@@ -53,13 +54,18 @@ def settings_of(
         "flowgrpo_rc": __version__,
         **settings,
         # Content too: the same path may be another file on another machine.
-        f"content of data.{'preferences' if config.data.preferences else 'train_files'}": _prompts_digest(train),
-        "content of data.val_files": _prompts_digest(validation),
-        "content of rewards": {
-            # A module's name, which the reward imports, is no file.
-            name: short_digest(file.read_bytes()) if (file := Path(own.path).expanduser()).is_file() else own.path
-            for name, own in config.reward.own_functions().items()
-        },
+        f"content of data.{'preferences' if config.data.preferences else 'train_files'}": prompts_digest(train),
+        "content of data.val_files": prompts_digest(validation),
+        "content of rewards": content_of_rewards(config.reward),
+    }
+
+
+def content_of_rewards(reward: RewardConfig) -> dict[str, str]:
+    """Digests of the user's own functions' files, by name."""
+    return {
+        # A module's name, which the reward imports, is no file.
+        name: short_digest(file.read_bytes()) if (file := Path(own.path).expanduser()).is_file() else own.path
+        for name, own in reward.own_functions().items()
     }
 
 
@@ -71,7 +77,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _prompts_digest(records: Sequence[PromptRecord]) -> str:
+def prompts_digest(records: Sequence[PromptRecord]) -> str:
+    """A digest of prompts, images and metadata."""
     content = []
     for record in records:
         # Images count by their digests, since the paths may differ from machine to machine.

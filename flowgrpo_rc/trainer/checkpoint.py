@@ -35,7 +35,7 @@ from flowgrpo_rc.models.quantization import dequantized
 from flowgrpo_rc.models.sharding import whole
 from flowgrpo_rc.rewards import RewardMix
 from flowgrpo_rc.run_folder import MADE_AT_THE_END, WRITING, RunFolder, sync_path, temporary_folder, write_durably
-from flowgrpo_rc.trainer.agreement import flatten
+from flowgrpo_rc.trainer.agreement import flatten, prompts_digest
 from flowgrpo_rc.trainer.config import FlowGRPOConfig, TrainerConfig
 
 if TYPE_CHECKING:
@@ -82,7 +82,12 @@ def save_run(run: "Run", store: "CheckpointStore", step: int, states: Sequence[d
     tensors = {name: part.state_dict() for name, part in parts.items() if part is not None}
     store.save(
         step,
-        {"step": step, "sampler": run.sampler.state_dict(batches=step), "fingerprint": run.fingerprint},
+        {
+            "step": step,
+            "sampler": run.sampler.state_dict(batches=step),
+            "prompts": prompts_digest(run.train_prompts),
+            "fingerprint": run.fingerprint,
+        },
         {**tensors, **start, **old, "random": list(states), "older_adapters": run.adapter.older}
         | {"replay": run.replay.state_dict()}
         | ({} if run.writer is None else {"writer": run.writer.state_dict()}),
@@ -186,6 +191,9 @@ def _restore(run: "Run", source: Path, state: dict[str, Any], tensors: dict[str,
         _check_optimizer(run.writer.config.actor.optim.name, moments, "algorithm.prompt_writer.actor")
     try:
         run.sampler.load_state_dict(state["sampler"])
+        prompts = prompts_digest(run.train_prompts)
+        if state.get("prompts", prompts) != prompts and run.accelerator.is_main_process:
+            warnings.warn(f"the training prompts are not those that {source} has learned from", stacklevel=2)
         # A checkpoint without one is of a run with another reference; then the configuration's adapter is the start.
         start = tensors.get("start", actor.start)
         # Average and start begin with the adapter, so that the adapter comes first.

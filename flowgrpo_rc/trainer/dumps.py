@@ -66,6 +66,11 @@ class ImageDump:
                 f"{field}: {self.root} cannot be written ({reason(error)}); give a folder that can, or null"
             ) from error
 
+    @property
+    def used(self) -> bool:
+        """True if the folder has images of a step."""
+        return any(self.root.glob("step_*"))
+
     def write(self, step: int, images: Sequence[ScoredImage]) -> None:
         """Write the images of this process; every process calls it, also with none. Raises ``OSError`` if one could not
         write its images, or the main one the rest; an earlier folder of the step stays."""

@@ -190,7 +190,11 @@ class RolloutScoring(PartialScoring):
     def again(self, rows: Int[Tensor, " M"], images: np.ndarray) -> RewardResult:
         """The rewards of other images for some of the prompts; raises ``RewardError`` as ``RewardMix``."""
         prompts, metadata = ([values[row] for row in rows.tolist()] for values in (self._prompts, self._metadata))
-        return PartialScoring(self._mix, prompts, metadata, self._part).result(images)
+        scoring = PartialScoring(self._mix, prompts, metadata, self._part)
+        try:
+            return scoring.result(images)
+        finally:
+            self._seconds.append(scoring.seconds)
 
     def __enter__(self) -> "RolloutScoring":
         return self

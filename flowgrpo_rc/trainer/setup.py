@@ -43,7 +43,7 @@ from flowgrpo_rc.rollout.proof import check_rollout
 from flowgrpo_rc.rollout.weights import check_kernels, on_device
 from flowgrpo_rc.run_folder import RunFolder
 from flowgrpo_rc.trainer.adapter_sync import AdapterSync
-from flowgrpo_rc.trainer.agreement import require_agreement, settings_of
+from flowgrpo_rc.trainer.agreement import content_of_rewards, require_agreement, settings_of
 from flowgrpo_rc.trainer.checkpoint import fingerprint, random_states, restore_random_states
 from flowgrpo_rc.trainer.config import LOGGERS, FlowGRPOConfig
 from flowgrpo_rc.trainer.dumps import ImageDump
@@ -295,14 +295,17 @@ class Run:
         self.replay = ReplayBuffer(self.folder.replay, replay, seed, recorded_settings(self.config), together)
 
 
+SCORES_ALIKE = ("val_functions", "reward_model", "num_workers", "overlap", "timeout_s")
+"""Fields of ``reward`` with which an image keeps its score."""
+
+
 def recorded_settings(config: FlowGRPOConfig) -> dict[str, Any]:
     """Settings that recorded steps or noised images, and their advantages, must have in common with those that are
     learned from beside them."""
     parts, algorithm = config.actor_rollout_ref, config.algorithm
-    files = {name: f" ({function.path})" for name, function in config.reward.own_functions().items()}
-    rewards = [f"{weight:g} x {name}{files.get(name, '')}" for name, weight in config.reward.weights().items()]
+    rewards = {name: value for name, value in asdict(config.reward).items() if name not in SCORES_ALIKE}
     loss, algo, pipeline = parts.actor.diffusion_loss, parts.rollout.algo, parts.rollout.pipeline
-    return {
+    settings = {
         "loss_mode": loss.loss_mode,
         "awm_weighting": loss.awm_weighting,
         "noise_level": algo.noise_level,
@@ -311,10 +314,12 @@ def recorded_settings(config: FlowGRPOConfig) -> dict[str, Any]:
         "rollout.dtype": parts.rollout.dtype,
         "algorithm.norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
         "algorithm.global_std": algorithm.global_std,
-        "reward.normalization": config.reward.normalization,
-        "reward": " + ".join(rewards),
-        **{f"pipeline.{name}": value for name, value in json.loads(json.dumps(asdict(pipeline))).items()},
+        **{f"reward.{name}": value for name, value in rewards.items()},
+        "content of rewards": content_of_rewards(config.reward),
+        **{f"pipeline.{name}": value for name, value in asdict(pipeline).items()},
     }
+    # As a checkpoint gives them back.
+    return json.loads(json.dumps(settings, default=repr))
 
 
 def build_actor(

@@ -483,6 +483,9 @@ class FlowGRPOTrainer:
         self.logger.always(where)
         for text in lines:
             say(text)
+        for dump in (self.run.rollout_dump, self.run.validation_dump):
+            if self.step == 0 and dump is not None and dump.used:
+                self.logger.alert(f"{dump.root} has images of an earlier run; this run's replace those of equal steps")
         if "tensorboard" in self.config.trainer.logger:
             say(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.folder.root))}")
         if self.run.encoding is not None:

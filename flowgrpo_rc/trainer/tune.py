@@ -88,7 +88,8 @@ def samplers(rollout: RolloutConfig, *, clean: bool) -> Iterator[dict[str, Any]]
 def _steps_taken(rollout: RolloutConfig, *, clean: bool) -> Iterator[dict[str, Any]]:
     steps = rollout.pipeline.num_inference_steps
     left = steps if clean else steps - min(rollout.window_places) - rollout.window.size
-    for shared in (False,) if clean else (False, True):
+    # Scouts that are drawn again take no stochastic step, and shared noise would give a prompt one image.
+    for shared in (False,) if clean or rollout.scout.redraw else (False, True):
         taken = {left}
         yield _overrides(shared)
         for share in TAILS:
@@ -123,7 +124,7 @@ def tune(trainer: FlowGRPOTrainer, groups: int) -> list[Tried]:
         RolloutError, RewardError: the engine or a reward function failed.
     """
     config = trainer.config.actor_rollout_ref
-    clean = config.actor.diffusion_loss.objective.clean
+    clean = not trainer.config.records_steps
     prompts = trainer.run.train_prompts
     records = [prompts[i % len(prompts)] for i in range(groups)]
     conditioning = trainer.run.conditioning(records, config.rollout.pipeline)

@@ -117,6 +117,14 @@ def test_who_draws_and_who_learns_from_files(tmp_path):
     compose("flowgrpo_trainer", [*dpo, "algorithm.sample_source=offline"])
 
 
+@pytest.mark.parametrize("value", ["false", "decoupled_token_is", "[rollout_is]"])
+def test_an_actors_correction_that_is_no_mapping_is_refused(value):
+    """The correction of the file would stay in force."""
+    says = refused(f"{A}.rollout_correction={value}")
+    assert says.startswith(f"{A}.rollout_correction: got")
+    assert says.endswith("give its keys, e.g. {rollout_is: sequence}, or null")
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [

@@ -13,6 +13,7 @@ from flowgrpo_rc.cli.main import main
 from flowgrpo_rc.cli.tune import prompts_of_budget, report
 from flowgrpo_rc.rollout.cache import CacheConfig
 from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.scout import ScoutConfig
 from flowgrpo_rc.section import convert
 from flowgrpo_rc.trainer.tune import cheapest, judged, samplers, with_settings
 
@@ -35,6 +36,9 @@ def test_what_is_tried():
     # Of 10 steps without a window 5 and 3.
     expected = [{}, HALF, HALF | DPM, quarter, quarter | DPM]
     assert list(samplers(rollout(), clean=True)) == [FULL_SAMPLER | one for one in expected]
+    # Scouts that are drawn again differ by their starting noise alone.
+    redrawn = replace(rollout(), scout=ScoutConfig(n=24, redraw=True))
+    assert list(samplers(redrawn, clean=False)) == [FULL_SAMPLER | one for one in ({}, *tails)]
     # Of one step none is left out.
     short = rollout(steps=5, sde_window_range=[2, 5])
     assert list(samplers(short, clean=False)) == [FULL_SAMPLER, FULL_SAMPLER | SAME]

@@ -16,6 +16,7 @@ from flowgrpo_rc.evaluation.image_statistics import SPREADS, STATISTICS
 from flowgrpo_rc.rollout import RolloutPool
 from flowgrpo_rc.rollout.pool import EngineWork
 from flowgrpo_rc.rollout.vllm_omni import VllmOmniEngine
+from flowgrpo_rc.trainer.adapter_sync import AdapterSync
 from flowgrpo_rc.trainer.timer import Timeline, peak_memory, speed
 
 STAGES = "rollout|probe|reward|score|correct|advantage|update|replay|writer|sync|validate|save|log"
@@ -56,7 +57,8 @@ def logged(finished_run, tmp_path_factory):
     assert any(name.startswith("actor/rollout_corr/") for name in names)
     names |= _names_of_a_run_with_other_options(tmp_path_factory.mktemp("other"))
     names |= _names_of_a_prompt_writer(tmp_path_factory.mktemp("writer"))
-    return names | _names_of_the_loss_of_tokens() | _names_of_the_correction() | _names_on_a_gpu() | _names_of_engines()
+    names |= _names_of_the_loss_of_tokens() | _names_of_the_correction() | _names_on_a_gpu() | _names_of_engines()
+    return names | _names_of_an_averaged_old_policy()
 
 
 def _names_of_a_run_with_other_options(folder):
@@ -147,6 +149,12 @@ def _names_of_engines():
     pool: Any = object.__new__(RolloutPool)
     pool.take_account = lambda: [EngineWork("a", [], None, False)]
     return set(Timeline(pool, SimpleNamespace(process_index=0, num_processes=1)).take([])[1])
+
+
+def _names_of_an_averaged_old_policy():
+    sync: Any = object.__new__(AdapterSync)
+    sync._lag, sync._old, sync._old_decay = 0, SimpleNamespace(version=1), lambda version: 0.5
+    return set(sync.metrics())
 
 
 @pytest.mark.run

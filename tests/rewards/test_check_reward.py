@@ -205,6 +205,12 @@ def test_one_of_several_functions_is_checked_alone(tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"1 x mine ({path})\n")
 
 
+def test_a_scorer_that_only_looks_is_checked_too(tmp_path, capsys):
+    path = write(tmp_path, ORACLE.replace("{returned}", "closeness(images, prompts)"))
+    assert main(["check-reward", "looker", f"reward.val_functions.looker={{path: {path}, name: f}}"]) == 0
+    assert capsys.readouterr().out.startswith(f"1 x looker ({path})\n")
+
+
 def test_a_function_of_ones_own_gets_the_first_rows_of_the_prompt_file(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "prompt {i}", "target": {i}}}\n' for i in range(6)))

@@ -145,6 +145,19 @@ def test_torchs_settings_are_restored(tmp_path: Path, line: str, end: str) -> No
     assert torch.ones(1).device.type == "cpu"
 
 
+@pytest.mark.parametrize("end", [GOOD, "sys.exit(0)"])
+def test_the_working_folder_is_restored(tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own paths may be relative to it."""
+    monkeypatch.chdir(tmp_path)
+    mix = build(write(tmp_path, function(f"os.chdir('/')\n{end}")))
+    if end == GOOD:
+        mix(IMAGES, PROMPTS)
+    else:
+        with pytest.raises(RewardError, match="SystemExit"):
+            mix(IMAGES, PROMPTS)
+    assert Path.cwd() == tmp_path
+
+
 # ---------------------------------------------------------------------- copies
 
 
@@ -201,6 +214,8 @@ SLEEPERS = {
     "def inner(): time.sleep(60)\ndef f(images, prompts, metadata): inner()": r"4, in inner \(def inner",
     "async def f(images, prompts, metadata):\n    await asyncio.sleep(60)": r"5, in f \(await asyncio\.sleep",
     "async def f(solution_image):\n    time.sleep(60)": r"5, in f \(time\.sleep\(60\)\)",
+    # A score that a function makes up for a call that hangs is none.
+    "def f(images, prompts, metadata):\n    try: time.sleep(60)\n    except: return [0, 0, 0]": r"5, in f \(try: time",
 }
 
 

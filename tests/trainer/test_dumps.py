@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 
 import numpy as np
 import pytest
@@ -65,6 +66,22 @@ def test_a_step_written_again_replaces_its_images(tmp_path):
     assert names(folder) == ["00000.png", "00001.png", "images.jsonl"]
     assert [(line["file"], line["reward"]) for line in lines(folder)] == [("00000.png", 0.5), ("00001.png", 0.25)]
     assert [path.name for path in folder.parent.iterdir()] == ["step_00003"]
+
+
+@pytest.mark.run
+def test_images_of_an_earlier_run_are_told_of(small_config, tmp_path):
+    """A run that starts afresh replaces those of its own steps; one that goes on has written them itself."""
+    folder = tmp_path / "dump"
+    (folder / "step_00007").mkdir(parents=True)
+    settings = (f"trainer.rollout_data_dir={folder}", "trainer.logger=[]", "trainer.resume_mode=auto")
+    once = FlowGRPOTrainer(small_config(*settings, "trainer.total_training_steps=1"))
+    with pytest.warns(UserWarning, match="dump has images of an earlier run; this run's replace those of equal steps"):
+        once.fit()
+    again = FlowGRPOTrainer(small_config(*settings))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*images of an earlier run")
+        again.fit()
+    assert names(folder) == ["step_00001", "step_00002", "step_00007"]
 
 
 def test_a_step_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):

@@ -107,6 +107,13 @@ def test_whole_checkpoints_load(trained, checkpoints):
     assert load_run(trained.run, CheckpointStore(checkpoints, None), checkpoints / "best") == 2
 
 
+def test_other_training_prompts_are_warned_of(trained, checkpoints, monkeypatch):
+    """As many as before, so that the sampler goes on."""
+    monkeypatch.setattr(trained.run, "train_prompts", trained.run.train_prompts[::-1])
+    with pytest.warns(UserWarning, match="the training prompts are not those that .*step_1 has learned from"):
+        load_run(trained.run, CheckpointStore(checkpoints, None), checkpoints / "step_1")
+
+
 def test_a_damaged_checkpoint_leaves_the_run_folder_as_it_was(small_config):
     folder = FlowGRPOTrainer(small_config(*AUTO)).fit().root
     truncate("trainer_state.json", 0.5)(folder / "checkpoints" / "step_3")
