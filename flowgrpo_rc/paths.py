@@ -23,13 +23,13 @@ def shipped(folder: str) -> Path:
 
 
 def resolve_asset(path: str) -> str:
-    """``asset:NAME`` becomes the shipped file or folder of that name; any other path stays as it is.
+    """``asset:NAME`` becomes the shipped file or folder of that name, and ``~`` the home folder.
 
     Raises:
         FileNotFoundError: no such asset; lists the shipped ones.
     """
     if not path.startswith(ASSET_PREFIX):
-        return path
+        return os.path.expanduser(path)
     assets = shipped("assets")
     target = assets / path.removeprefix(ASSET_PREFIX)
     if not target.exists():

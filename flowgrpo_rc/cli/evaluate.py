@@ -110,7 +110,7 @@ def run_command(arguments: argparse.Namespace) -> int:
             models.append(Scored(name, means, prompts, images, totals))
             if is_main:
                 print(f"{name}: {len(found.rewards)} images in {time.perf_counter() - began:.1f} s", flush=True)
-        rows = comparison.compare(models)
+        rows = comparison.compare(models, [name for name, w in config.reward.weights().items() if w < 0])
         worse = comparison.beyond(rows, tolerances)
         if is_main:
             images = config.actor_rollout_ref.rollout.val_kwargs.n

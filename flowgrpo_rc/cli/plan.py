@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from contextlib import suppress
 from typing import Any
 
 from flowgrpo_rc.cli.arguments import add_command, add_configuration
@@ -74,8 +75,9 @@ def _check_processes(config: Any, count: int) -> None:
 
 
 def _seconds(text: str) -> float:
-    if 0 <= float(text) < math.inf:
-        return float(text)
+    with suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
     raise argparse.ArgumentTypeError(f"got {text}; give seconds, 0 or more")
 
 

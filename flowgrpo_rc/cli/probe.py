@@ -5,6 +5,7 @@ Its results are ``probe.json`` and ``probe.png``; the result of another probe is
 
 import argparse
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -220,10 +221,19 @@ def write_result(root: Path, result: Any, tokens: Any = None) -> list[str]:
 
     def write(folder: Path) -> None:
         content = result.to_dict() | ({} if tokens is None else {"tokens": tokens.to_dict()})
-        (folder / RESULT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (folder / RESULT).write_text(json.dumps(_finite(content), indent=1) + "\n", encoding="utf-8")
         draw(result, folder / PICTURE)
 
     return write_files(root, (RESULT, PICTURE), write, _measured)
+
+
+def _finite(value: Any) -> Any:
+    """``null`` in the place of an end of an interval that is infinite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _measured(path: Path) -> Any:

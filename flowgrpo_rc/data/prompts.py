@@ -25,7 +25,8 @@ COLUMNS_NAMED = 20
 _INVISIBLE = {"Cc", "Cf", "Zs", "Zl", "Zp", "Mn", "Me"}
 """Unicode categories without a glyph of their own: controls, formats (zero-width characters), spaces, marks."""
 # Tab and line ends are text; a NUL ends a string in some tokenizers, and an escape code would reach the terminal.
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+# Half of a surrogate pair, as of an emoji that was cut, is no text at all.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,8 +271,9 @@ def _text(value: Any, name: str, source: str) -> str:
             )
     found = _CONTROL.search(text)
     if found is not None:
+        kind = "control character" if found.group() < "\x80" else "half character"
         raise ValueError(
-            f"{source}: {name} holds the control character U+{ord(found.group()):04X} at character "
+            f"{source}: {name} holds the {kind} U+{ord(found.group()):04X} at character "
             f"{found.start() + 1}; remove it, or save the file again from its source"
         )
     return text

@@ -6,7 +6,7 @@ models start from the same noise, so that a difference is taken prompt by prompt
 
 import base64
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -64,12 +64,18 @@ class Row:
     """To the base: mean over prompts. None for the base."""
     interval: tuple[float, float] | None = None
     """Of the difference, 95 %; None with fewer than two prompts, and for the base."""
+    lower_is_better: bool = False
+    """A reward with a negative weight."""
 
     @property
     def verdict(self) -> str:
         """``better`` or ``worse`` where the interval does not hold 0; statistics of images have no better side."""
         low, high = self.interval or (0.0, 0.0)
-        up, down = ("higher", "lower") if self.score.startswith("images/") else ("better", "worse")
+        up, down = ("better", "worse")
+        if self.score.startswith("images/"):
+            up, down = ("higher", "lower")
+        elif self.lower_is_better:
+            up, down = (down, up)
         return up if low > 0 else down if high < 0 else ""
 
 
@@ -94,31 +100,32 @@ def diversity(thumbnails: np.ndarray, prompts: int) -> dict[str, list[float]]:
     return {"images/diversity": [one["diversity"] for one in each]} if all(each) else {}
 
 
-def compare(models: Sequence[Scored]) -> list[Row]:
-    """Every score of every model, score by score; the first model is the base.
+def compare(models: Sequence[Scored], penalties: Collection[str] = ()) -> list[Row]:
+    """Every score of every model, score by score; the first model is the base, and of ``penalties`` less is better.
 
     The interval is Student's t of the paired differences, over prompts.
     """
     base, *others = models
     rows = []
     for score, values in base.prompts.items():
-        rows.append(Row(score, base.name, base.means[score]))
+        penalty = score in penalties
+        rows.append(Row(score, base.name, base.means[score], lower_is_better=penalty))
         for model in others:
             apart = torch.tensor(model.prompts[score]).double() - torch.tensor(values).double()
             count = len(apart)
             bounds = mean_interval(apart, torch.arange(count)) if count > 1 else None
             interval = None if bounds is None else (bounds.low, bounds.high)
-            rows.append(Row(score, model.name, model.means[score], float(apart.mean()), interval))
+            rows.append(Row(score, model.name, model.means[score], float(apart.mean()), interval, penalty))
     return rows
 
 
 def beyond(rows: Sequence[Row], tolerances: Mapping[str, float]) -> list[str]:
-    """A line for each LoRA whose mean difference in a named score is below minus its tolerance."""
+    """A line for each LoRA that is worse in a named score, in the mean by more than its tolerance."""
+    worse = [(row, row.difference if row.lower_is_better else -row.difference) for row in rows if row.difference]
     return [
-        f"{row.model} is worse than the base by {-row.difference:.4g} in {row.score}; --tolerance is "
-        f"{tolerances[row.score]:g}"
-        for row in rows
-        if row.difference is not None and row.score in tolerances and row.difference < -tolerances[row.score]
+        f"{row.model} is worse than the base by {by:.4g} in {row.score}; --tolerance is {tolerances[row.score]:g}"
+        for row, by in worse
+        if row.score in tolerances and by > tolerances[row.score]
     ]
 
 
@@ -162,7 +169,10 @@ def content(
         {"prompt": prompt, "scores": {m.name: {score: of[i] for score, of in m.prompts.items()} for m in models}}
         for i, prompt in enumerate(prompts)
     ]
-    return {**facts, "table": [asdict(row) for row in rows], "prompts": values}
+    table = [asdict(row) for row in rows]
+    for line in table:
+        del line["lower_is_better"]  # the verdict of the printed table alone
+    return {**facts, "table": table, "prompts": values}
 
 
 def draw_grid(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.dtypes import dtype_name
 from flowgrpo_rc.evaluation.export_names import NAMES, SAME, STACKED, formats_of, their_name
-from flowgrpo_rc.models.lora import ADAPTER_FILE, AdapterMismatchError, read_adapter
+from flowgrpo_rc.models.lora import ADAPTER_FILE, AdapterMismatchError, odd_scales, read_adapter
 from flowgrpo_rc.models.parts import PipelineFiles
 
 Updates = dict[str, tuple[Tensor, Tensor]]
@@ -25,7 +25,7 @@ def read_updates(folder: Path) -> Updates:
     """The LoRA in a folder; raises ``AdapterMismatchError`` unless it is one of a transformer alone, with one scale."""
     weights, settings = read_adapter(folder)
     scale = settings.get("transformer.lora_alpha", 1) / settings.get("transformer.r", 1)
-    odd = [key for key in ("rank_pattern", "alpha_pattern", "use_rslora") if settings.get(f"transformer.{key}")]
+    odd = odd_scales(settings)
     updates = {}
     for first in [name for name in weights if re.fullmatch(r"transformer\..+\.lora_A\.weight", name)]:
         second = first.replace(".lora_A.", ".lora_B.")

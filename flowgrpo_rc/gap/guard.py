@@ -75,6 +75,7 @@ class Guard:
         # Once per run: the metrics keep counting, and a log full of one warning hides the others.
         elif new := [figure for figure in alarms if figure not in self._warned_of]:
             self._warned_of |= set(new)
+            self._safe_updates = 0
             if PartialState().is_main_process:
                 warnings.warn(f"{self._name}: {self._diagnosis(new, readings, step)}", stacklevel=3)
         elif self.fallen_back:

@@ -61,6 +61,7 @@ class ProbeBatch:
     scored: dict[str, Tensor]  # The actor's ``rescore`` of them
     conditioning: Conditioning
     sample: GapSample
+    prompts: Tensor  # For each image its prompt's place in the data
     seconds: dict[str, float]  # Of ``rollout`` and ``score``
 
 
@@ -103,7 +104,9 @@ def sample_and_rescore(run: ProbedRun, images: int, before: int = 0) -> ProbeBat
                 f"the actor gives {bad} of {values.numel()} steps that the engine sampled a NaN or infinite {what}; "
                 "check actor_rollout_ref.model.dtype and the model's weights"
             )
-    return ProbeBatch(batch, scored, request.conditioning, sample, {"rollout": rollout_seconds, "score": score_seconds})
+    prompts = (before + request.prompt_index) % known
+    seconds = {"rollout": rollout_seconds, "score": score_seconds}
+    return ProbeBatch(batch, scored, request.conditioning, sample, prompts, seconds)
 
 
 def timed(device: torch.device, call: Callable[[], Result]) -> tuple[Result, float]:
@@ -180,7 +183,7 @@ def run_probe(run: ProbedRun, images: int, max_images: int | None = None) -> Pro
                 meter = DriftMeter(run.mode, run.rollout.algo.sde_type, run.seed)
                 metered = 0
             try:
-                _add_gradients(run, meter, batches[metered:], limits)
+                _add_gradients(run, meter, batches[metered:], limits, repeats=most > len(run.prompts))
                 drift = meter.result(confidence)
             except NonFiniteUpdateError as error:
                 failure = _in_words(error)
@@ -221,15 +224,17 @@ def _in_words(error: NonFiniteUpdateError) -> str:
     return f"an optimizer step on these samples fails: {str(error).partition(';')[0]}"
 
 
-def _add_gradients(run: ProbedRun, meter: DriftMeter, batches: list[ProbeBatch], limits: dict[str, Tensor]) -> None:
-    """Give the meter these images, with their calibrated limits."""
+def _add_gradients(
+    run: ProbedRun, meter: DriftMeter, batches: list[ProbeBatch], limits: dict[str, Tensor], *, repeats: bool
+) -> None:
+    """Give the meter these images, with their calibrated limits; ``repeats``: a prompt may be in several batches."""
     start = 0
     for batch in batches:
         trajectories = batch.trajectories
         own = slice(start, start + len(trajectories))
         for name, values in limits.items():
             trajectories[name] = values[own]
-        meter.add(run.actor, trajectories, batch.scored, batch.conditioning)
+        meter.add(run.actor, trajectories, batch.scored, batch.conditioning, batch.prompts if repeats else None)
         start = own.stop
 
 

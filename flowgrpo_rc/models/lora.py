@@ -41,8 +41,9 @@ def check_adapter_file(folder: str, rank: int, alpha: int) -> None:
 
     It is called before the model is loaded. ``load_lora`` checks the layers.
     """
-    file = Path(folder) / ADAPTER_FILE
-    weights, settings = read_adapter(Path(folder), f"{START_FIELD}: ")
+    file = Path(folder).expanduser() / ADAPTER_FILE
+    weights, settings = read_adapter(Path(folder).expanduser(), f"{START_FIELD}: ")
+    _check_one_scale(settings, f"{START_FIELD}: {file}")
     # The rank decides the shapes; a wrong one would fail only after the model is loaded.
     ranks = {weight.shape[0] for name, weight in weights.items() if ".lora_A." in name}
     if ranks and ranks != {rank}:
@@ -285,6 +286,22 @@ def save_lora(
     (folder / ADAPTER_FILE).write_bytes(save(layers, {"format": "pt", METADATA_KEY: own}))
 
 
+def _check_one_scale(settings: Mapping[str, Any], what: str) -> None:
+    """Raise ``AdapterMismatchError`` if peft's settings give layers other scales than ``lora_alpha / r``."""
+    odd = odd_scales(settings)
+    if odd:
+        raise AdapterMismatchError(
+            f"{what} has {odd[0]}, by which its layers have other scales than lora_alpha / r; give a LoRA with one "
+            "scale, as a run writes it"
+        )
+
+
+def odd_scales(settings: Mapping[str, Any]) -> list[str]:
+    """peft's settings of a transformer by which a layer has another scale than ``lora_alpha / r``."""
+    names = ("rank_pattern", "alpha_pattern", "use_rslora")
+    return [name for name in names if settings.get(f"transformer.{name}")]
+
+
 def _scaled(state: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
     """An adapter whose update ``B @ A`` is ``factor`` times that of ``state``."""
     return {name: value * factor if ".lora_B." in name else value for name, value in state.items()}
@@ -299,6 +316,7 @@ def load_lora(transformer: nn.Module, folder: Path) -> None:
     """
     saved, settings = read_adapter(folder)
     file = folder / ADAPTER_FILE
+    _check_one_scale(settings, str(file))
     scale = settings.get("transformer.lora_alpha", 1) / settings.get("transformer.r", 1)
     peft_config: Any = transformer.peft_config
     own = peft_config[ACTOR_ADAPTER].lora_alpha / peft_config[ACTOR_ADAPTER].r
@@ -338,9 +356,9 @@ def read_adapter(folder: Path, field: str = "") -> tuple[dict[str, Tensor], dict
         raise AdapterMismatchError(f"{field}{folder} {fault}")
     try:
         with safe_open(file, "pt") as content:
-            settings = json.loads((content.metadata() or {}).get(METADATA_KEY, "{}"))
+            settings = dict(json.loads((content.metadata() or {}).get(METADATA_KEY, "{}")))
             saved = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 - no mapping
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise AdapterMismatchError(f"{field}{file} cannot be read ({one_line(error)}); is it complete?") from error
     # A NaN would spread to every weight with the first update.
     bad = [name for name, value in saved.items() if not (value.is_floating_point() and value.float().isfinite().all())]

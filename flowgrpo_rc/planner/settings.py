@@ -25,7 +25,7 @@ class PlannedRun:
     rollout: RolloutConfig
     prompts: int  # Prompts of a step that are drawn
     scored_share: float = 0.0  # Share of a batch that is scored before the update; 0 in bypass mode
-    replayed: float = 0.0  # Optimizer steps from the replay buffer for each from new images, once it is full
+    replayed: float = 0.0  # Rows from the replay buffer for each of new images, once it is full
     autocast: bool = False  # Run the actor's forwards under bfloat16 autocast
     draws: bool = True  # The engine draws the images of a step; false for pairs of a file
     writer: PromptWriterConfig | None = None  # The prompt writer, if there is one

@@ -139,12 +139,13 @@ def observers(history: History) -> list[str]:
     # After a validation before the first step, nothing shows yet which of them are trained on.
     if not trained:
         return []
-    weights = {
-        name: abs(weight)
-        for name, weight in (history.setting("reward.functions") or {}).items()
-        if isinstance(weight, (int, float))
-    }
-    least = NEGLIGIBLE * max([1.0, *weights.values()])
+    given = dict(history.setting("reward.functions") or {})
+    given |= {name: one.get("weight", 1.0) for name, one in (history.setting("reward.reward_functions") or {}).items()}
+    custom = history.setting("reward.custom_reward_function") or {}
+    if custom.get("path"):
+        given[custom.get("name")] = custom.get("weight", 1.0)
+    weights = {name: abs(weight) for name, weight in given.items() if isinstance(weight, (int, float))}
+    least = NEGLIGIBLE * max(weights.values(), default=1.0)
     trained -= {name for name, weight in weights.items() if weight <= least}
     return [name for name in functions(history, "val/reward/") if name.removeprefix("val/reward/") not in trained]
 

@@ -8,11 +8,15 @@ _HERE = "algorithm.prompt_writer"
 
 
 def gap_in_the_clip_band(history: History) -> Measurement | None:
-    """The mean gap of a token, in half widths of the clip band of ``token_loss``. With a lag staleness is part of the
-    gap, and nothing is measured."""
+    """The mean gap of a token, in half widths of the clip band of ``token_loss``, on its narrower side. Nothing is
+    measured with a lag, since staleness is part of the gap then, nor where the band is not centred at the engine."""
     series = history.require("writer/rollout_corr/logprob_abs_diff_mean")
-    clip = history.setting(f"{_HERE}.actor.token_loss.clip_ratio")
-    if clip is None or history.staleness:
+    loss = history.setting(f"{_HERE}.actor.token_loss") or {}
+    correction = history.setting(f"{_HERE}.actor.rollout_correction") or {}
+    sides = [loss.get(f"clip_ratio_{side}") or loss.get("clip_ratio") for side in ("low", "high")]
+    clip = min((side for side in sides if side is not None), default=None)
+    centred = correction.get("bypass_mode", True) and correction.get("loss_type") != "reinforce"
+    if clip is None or history.staleness or not centred or history.is_raised("writer/guard/fallback"):
         return None
     value = series.mean / clip
     says = f"the mean |log ratio| of a token is {number(value)} of clip_ratio={number(clip)} {span_words(series.span)}"

@@ -103,7 +103,7 @@ class DiffusersEngine:
         quantization = on_device(quantization, self._device)
         self._rounds_adapter = quantization == EMULATED and not merge_adapter
         self._compiles = torch_compile
-        # A shared transformer has one attention backend, and the actor sets it.
+        # A shared transformer has one attention backend.
         same_attention = (attn_backend or NATIVE) == (lora.attn_backend or NATIVE)
         # Blocks are compiled for both or for neither; an actor's compiled ones can run eagerly.
         same_blocks = lora.torch_compile or not torch_compile
@@ -117,6 +117,8 @@ class DiffusersEngine:
         self.transformer: Any = model.transformer if self._shares or alone else _copy_transformer(model.transformer)
         if not self._shares:
             _convert(self.transformer, dtype)
+        # An actor beside the engine sets the backend of the transformer that they share.
+        if alone or not self._shares:
             use_attention_backend(self.transformer, attn_backend)
         rounded = layers_to_round(self.transformer, model, quantization, quantization_skip)
         self.adapter = "rollout" if "rollout" not in taken else f"rollout_{len(taken)}"

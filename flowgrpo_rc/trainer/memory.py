@@ -17,13 +17,16 @@ def planned_run(config: FlowGRPOConfig) -> PlannedRun:
     """The settings that memory and time depend on."""
     parts = config.actor_rollout_ref
     writer = config.algorithm.prompt_writer
+    replay = config.algorithm.replay
+    # Late steps of a window may be cut.
+    share = 1.0 if replay.steps is None else min(1.0, replay.steps / parts.rollout.window.size)
     return PlannedRun(
         model=parts.model,
         actor=replace(parts.actor, ppo_mini_batch_size=parts.actor.ppo_mini_batch_size * config.rewrites),
         rollout=parts.rollout,
         prompts=config.prompts,
         scored_share=0.0 if config.rollout_correction.bypass_mode or writer.learns_alone else config.scored_share,
-        replayed=config.algorithm.replay.per_new(parts.rollout.staleness),
+        replayed=share * replay.per_new(parts.rollout.staleness),
         autocast=config.trainer.mixed_precision == "bf16",
         draws=not config.data.preferences,
         writer=None if writer.path is None else writer,

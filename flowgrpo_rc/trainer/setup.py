@@ -343,7 +343,7 @@ def build_actor(
         timestep_dtype=torch_dtype(rollout.dtype) if lora.timestep_dtype == AS_ROLLOUT else None,
     )
     if lora.lora_adapter_path:
-        actor.load_adapter(Path(lora.lora_adapter_path))
+        actor.load_adapter(Path(lora.lora_adapter_path).expanduser())
     return actor
 
 

@@ -128,6 +128,7 @@ def test_files_without_prompts(tmp_path: Path) -> None:
         # Characters that no tokenizer takes, and those that show nothing.
         (r'{"prompt": "a\u0000b"}', ": 'prompt' holds the control character U+0000 at character 2"),
         (r'{"prompt": "a\u001b[31m"}', ": 'prompt' holds the control character U+001B"),
+        (r'{"prompt": "cut \ud83d"}', ": 'prompt' holds the half character U+D83D at character 5"),
         (r'{"prompt": "a", "negative_prompt": "\u0007"}', ": 'negative_prompt' holds the control character U+0007"),
         (r'{"prompt": [{"role": "user", "content": "a\u0000"}]}', ": 'prompt' holds the control character U+0000"),
         *((json.dumps({"prompt": f" {text}"}), ": 'prompt' is blank") for text in ("", *INVISIBLE)),

@@ -87,6 +87,14 @@ def test_a_tolerance_bounds_the_mean_difference_from_below():
     assert beyond([Row("ocr", "a", 0.6, 0.1)], {"ocr": 0.0}) == []
 
 
+def test_of_a_penalty_less_is_better():
+    models = [scored("base", [0.5, 0.7, 0.6], "ocr"), scored("lora", [0.75, 0.94, 0.86], "ocr")]
+    (more, less) = (compare(pair, ["ocr"])[1] for pair in (models, models[::-1]))
+    assert (more.verdict, less.verdict) == ("worse", "better")
+    assert beyond([more], {"ocr": 0.2}) == ["lora is worse than the base by 0.25 in ocr; --tolerance is 0.2"]
+    assert beyond([more], {"ocr": 0.3}) == beyond([less], {"ocr": 0.0}) == []
+
+
 def test_a_lower_rank_and_fewer_layers_change_nothing_but_zeros(tiny_model):
     """The transformer's answer with a LoRA of rank 3 on a few layers, plainly loaded and padded to rank 5 on all."""
     net = tiny_model.transformer

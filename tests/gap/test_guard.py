@@ -105,6 +105,17 @@ def test_it_falls_back_and_returns_when_it_has_been_safe_for_long(change, text, 
         assert feed(guard, 1)["guard/fallback"] == 0
 
 
+def test_a_new_alarm_after_a_fallback_begins_the_wait_anew():
+    guard, said = guarded(f"{RC}.guard=fallback", f"{RC}.guard_return_after=3", f"{RC}.guard_patience=1")
+    feed(guard, 1, clip=0.3)
+    feed(guard, 2)
+    with pytest.warns(UserWarning, match="so the engine computes something else"):
+        feed(guard, 1, gap=0.2)
+    assert feed(guard, 2)["guard/fallback"] == 1
+    assert feed(guard, 1)["guard/fallback"] == 0
+    assert len(said) == 2
+
+
 @pytest.mark.parametrize(
     ("prefix", "settings", "alarm"),
     [

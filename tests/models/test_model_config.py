@@ -1,14 +1,18 @@
 """The section ``actor_rollout_ref.model``: targets and paths, and the LoRA that a run starts from."""
 
+import json
 import re
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from flowgrpo_rc.models import AdapterMismatchError, ModelConfig, check_adapter_file
 from flowgrpo_rc.models import quantization as module
 from flowgrpo_rc.models.load import PipelineLoader
-from flowgrpo_rc.models.lora import ADAPTER_FILE, attach_lora, save_lora
+from flowgrpo_rc.models.lora import ADAPTER_FILE, METADATA_KEY, attach_lora, load_lora, save_lora
+from flowgrpo_rc.paths import resolve_asset
 from flowgrpo_rc.trainer import FlowGRPOTrainer, setup
 
 NAMELESS = ([1, 2], [None], [], "", " ", ["to_q", ""], ["to_q", 3], [["to_q"]], {"a": 1}, 3, True, 1.5, [True])
@@ -60,6 +64,27 @@ def test_a_starting_lora_is_checked_by_its_header(adapter):
         check_adapter_file(str(adapter), 8, 12)
     with pytest.raises(AdapterMismatchError, match=r"has lora_alpha 12, actor_rollout_ref\.model\.lora_alpha is 8"):
         check_adapter_file(str(adapter), 4, 8)
+
+
+@pytest.mark.parametrize("odd", [{"use_rslora": True}, {"alpha_pattern": {"to_q": 16}}, {"rank_pattern": {"to_q": 8}}])
+def test_a_lora_with_several_scales_is_refused(tiny_model, adapter, odd):
+    """By ``lora_alpha / r`` alone it would start at another strength."""
+    file = adapter / ADAPTER_FILE
+    with safe_open(file, "pt") as content:
+        settings = json.loads(content.metadata()[METADATA_KEY])
+    settings |= {f"transformer.{name}": value for name, value in odd.items()}
+    save_file(load_file(file), file, {"format": "pt", METADATA_KEY: json.dumps(settings)})
+    says = f"has {next(iter(odd))}, by which its layers have other scales"
+    with pytest.raises(AdapterMismatchError, match=f"lora_adapter_path: .*{says}"):
+        check_adapter_file(str(adapter), 4, 12)
+    with pytest.raises(AdapterMismatchError, match=says):
+        load_lora(tiny_model.transformer, adapter)
+
+
+def test_the_home_folder_is_known(adapter, monkeypatch):
+    monkeypatch.setenv("HOME", str(adapter.parent))
+    check_adapter_file("~/lora", 4, 12)
+    assert resolve_asset("~/lora") == str(adapter)
 
 
 def test_a_starting_lora_that_is_damaged_or_not_there(adapter, tmp_path):

@@ -118,6 +118,15 @@ def test_a_model_of_real_size_needs_its_configuration_alone(tmp_path):
 def test_settings_reach_the_plan():
     settings = ("algorithm.prompt_writer.path=asset:tiny_writer", "algorithm.prompt_writer.rewrites=3")
     assert planned_run(compose("tiny_qwen_image_ocr", settings)).writer.rewrites == 3
+
+
+def test_late_steps_that_are_cut_from_replayed_windows_are_not_counted():
+    settings = ["algorithm.replay.batches=4", "algorithm.replay.share=0.75"]
+    cut = [*settings, "algorithm.replay.steps=1"]
+    window = compose("tiny_qwen_image_ocr", settings).actor_rollout_ref.rollout.window.size
+    assert window > 1
+    whole, short = (planned_run(compose("tiny_qwen_image_ocr", one)).replayed for one in (settings, cut))
+    assert (whole, short) == (3, pytest.approx(3 / window))
     assert planned_run(compose("tiny_qwen_image_ocr", [])).writer is None
 
 

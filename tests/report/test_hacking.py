@@ -182,6 +182,18 @@ def test_observers_are_what_the_run_was_not_trained_on():
     assert observers(History(rows, weights)) == ["val/reward/faint", "val/reward/other"]
 
 
+def test_small_weights_are_small_beside_the_largest():
+    """Scores from 0 to 100 have weights like these; own functions have theirs in sections of their own."""
+    names = ("a", "b", "watched", "mine")
+    rows = [{"step": 1, "reward/mean": 0.1} | {f"{kind}reward/{name}": 0.1 for kind in ("", "val/") for name in names}]
+    reward = {
+        "functions": {"a": 0.01, "b": 0.002},
+        "reward_functions": {"watched": {"path": "w.py", "weight": 1e-6}},
+        "custom_reward_function": {"path": "m.py", "name": "mine", "weight": 0.005},
+    }
+    assert observers(History(rows, {"reward": reward})) == ["val/reward/watched"]
+
+
 def test_panels_draw_each_statistic_against_its_start():
     assert factors(Series("images/contrast", (1, 2), (0.29, 0.29))).values == (1.0, 1.0)
     steps = tuple(range(1, 10))

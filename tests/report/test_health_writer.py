@@ -35,6 +35,24 @@ def test_the_gap_is_said_in_clip_bands():
 
 
 @pytest.mark.parametrize(
+    ("correction", "loss", "value"),
+    [
+        ({"bypass_mode": True}, {}, 0.6),
+        ({"bypass_mode": True}, {"clip_ratio_low": 0.15, "clip_ratio_high": 0.3}, 0.8),
+        ({"bypass_mode": True, "loss_type": "reinforce"}, {}, None),
+        ({"bypass_mode": False}, {}, None),
+    ],
+)
+def test_the_gap_is_measured_where_the_clip_is_centred_at_the_engine(correction, loss, value):
+    actor = {"token_loss": {"clip_ratio": 0.2, **loss}, "rollout_correction": correction}
+    config = {"algorithm": {"prompt_writer": {"path": "lm", "actor": actor}}}
+    finding = found([{GAP: 0.12}] * 12, "writer_gap", config)
+    assert (finding and finding.value) == (value and pytest.approx(value))
+    fallen_back = [{GAP: 0.12, "writer/guard/fallback": 1.0, "writer/guard/alarms": 0.0}] * 12
+    assert found(fallen_back, "writer_gap", config) is None
+
+
+@pytest.mark.parametrize(
     ("metrics", "level", "words"),
     [
         ({"alarms": 0, "fallback": 0}, "ok", "is quiet at step 12"),

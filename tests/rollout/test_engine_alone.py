@@ -2,10 +2,12 @@
 
 import gc
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
 from rollout_cases import assert_same_bits, random_like, request_for
 
 from flowgrpo_rc.models import ModelConfig, load_model
@@ -85,6 +87,16 @@ def test_guidance_in_two_calls_arrives(rollout):
     engine = build_engine_alone(rollout, model, "cpu")
     assert isinstance(engine, DiffusersEngine)
     assert not engine._model.batch_guidance
+
+
+@pytest.mark.parametrize("actors", [None, "_native_math"])
+def test_an_engine_alone_has_the_attention_kernel_that_it_is_given(actors):
+    """Also where it is the actor's: no actor sets it there."""
+    rollout = RolloutConfig(dtype="float32", rollout_attn_backend="_native_math")
+    engine = build_engine_alone(rollout, replace(MODEL, attn_backend=actors), "cpu")
+    assert isinstance(engine, DiffusersEngine)
+    processors = [module.processor for module in engine.transformer.modules() if hasattr(module, "processor")]
+    assert {processor._attention_backend for processor in processors} == {AttentionBackendName("_native_math")}
 
 
 def test_an_engine_without_a_digest_rule_stays_in_the_trainers_process(monkeypatch):

@@ -150,7 +150,12 @@ class DriftMeter:
         self._product = 0.0
 
     def add(
-        self, actor: DiffusionActor, batch: TensorDict, scored: Mapping[str, Tensor], conditioning: Conditioning
+        self,
+        actor: DiffusionActor,
+        batch: TensorDict,
+        scored: Mapping[str, Tensor],
+        conditioning: Conditioning,
+        prompts: Tensor | None = None,
     ) -> None:
         """Add the gradients of a batch's images: per step one forward (three if compiled) and three backward passes.
 
@@ -160,6 +165,7 @@ class DriftMeter:
             batch: steps that the engine sampled, with its transition means and, for calibrated limits, ``clip_widths``
                 and ``rollout_rs_bounds``.
             scored: ``actor.rescore`` of the batch, under the actor's present weights.
+            prompts: for each image a number of its prompt, the same in all batches; by default ``prompt_index``.
 
         Raises:
             NonFiniteUpdateError: a log-prob or a gradient is not finite.
@@ -167,7 +173,7 @@ class DriftMeter:
         signs = torch.randint(0, 2, (len(batch),), generator=self._generator) * 2.0 - 1.0
         self._window = batch[Key.TIMESTEPS].shape[1]
         # Images of one prompt are alike, so they belong to one group. With a single prompt its images are independent.
-        numbers = batch[Key.PROMPT_INDEX] % GROUPS
+        numbers = (batch[Key.PROMPT_INDEX] if prompts is None else prompts) % GROUPS
         if len(numbers.unique()) == 1:
             numbers = torch.arange(self.images, self.images + len(batch)) % GROUPS
         for number in numbers.unique().tolist():
