@@ -128,7 +128,7 @@ def read_inputs(
     widths = like_log_probs(data, Key.CLIP_WIDTHS, log_prob)
     if widths is not None:
         # In half precision 1 - 1e-4 is 1.
-        widths = widths.to(log_prob.dtype)
+        widths = widths.to(torch.promote_types(widths.dtype, torch.float32))
         # With NaN for invalid ones the loss is NaN and refused, without a host sync here.
         widths = torch.where(widths.isfinite() & (widths > 0), widths, torch.nan)
     low, high = CLIP_BAND.sides(options, widths)

@@ -199,12 +199,14 @@ def _set_fault_handler(call: object, seconds: float | None) -> None:
 @contextmanager
 def _working_folder_restored() -> Iterator[None]:
     """Restore the working folder: the run's own paths may be relative to it."""
-    folder = os.getcwd()
+    folder = None
+    with suppress(FileNotFoundError):  # it has been removed
+        folder = os.getcwd()
     try:
         yield
     finally:
         # A background thread would undo the change of another thread's function.
-        if threading.current_thread() is threading.main_thread():
+        if folder is not None and threading.current_thread() is threading.main_thread():
             os.chdir(folder)
 
 
