@@ -127,6 +127,15 @@ class PlannedRun:
         """Precision of the actor's products, by its name in ``DTYPES``."""
         return "bfloat16" if self.autocast else self.model.dtype
 
+    def own_gpus_of_engines(self, gpus: int) -> float:
+        """GPUs of engines that take none of the trainer's ``gpus``; 0 if they do."""
+        rollout = self.rollout
+        if not rollout.is_elsewhere or self.has_engine_process(gpus):
+            return 0
+        if rollout.placement == "ray":
+            return gpus * rollout.engines * rollout.ray.num_gpus
+        return sum(device != "cpu" for group in device_groups(rollout.devices or []) for device in group)
+
     def with_settings(self, settings: Mapping[str, Any]) -> "PlannedRun":
         """The same run with other settings, by their dotted names from ``actor_rollout_ref`` on."""
         run = self

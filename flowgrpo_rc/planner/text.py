@@ -6,7 +6,7 @@ from flowgrpo_rc.models.config import AUTO
 from flowgrpo_rc.planner.advice import advise
 from flowgrpo_rc.planner.machines import DEVICES, GIB, UTILISATION, Gpus
 from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, TEXT_ENCODERS, Memory, MemoryPlan
-from flowgrpo_rc.planner.work import best_split, step_flops, step_time, taking_turns
+from flowgrpo_rc.planner.work import best_split, configured_time, step_flops, step_time, taking_turns
 from flowgrpo_rc.planner.writing import REQUEST
 
 _WIDTH = 46
@@ -132,14 +132,17 @@ def _work(plan: MemoryPlan) -> str:
 
 def _time(plan: MemoryPlan, gpus: Gpus, of: str) -> str:
     run = plan.run
-    time = step_time(step_flops(plan), run, gpus)
+    time = configured_time(step_flops(plan), run, gpus)
+    own = run.own_gpus_of_engines(gpus.count)
+    where = f" on {own:g} GPU(s) of its own" if own else ""
+    total = f"{'both at once' if time.overlaps else 'total'} {time.total:.0f} s"
     device = DEVICES[gpus.device]
     engine = device.peak(run.rollout.dtype) / 1e12
     update = device.peak(run.actor_precision) / 1e12
     return (
-        f"Time of a step {of}, {UTILISATION:.0%} of {gpus.device}'s peak assumed: engine {time.engine:.0f} s "
+        f"Time of a step {of}, {UTILISATION:.0%} of {gpus.device}'s peak assumed: engine {time.engine:.0f} s{where} "
         f"({engine:.0f} TFLOP/s in {run.rollout.dtype}), update {time.update:.0f} s "
-        f"({update:.0f} in {run.actor_precision}), total {time.total:.0f} s; rewards and waiting come on top"
+        f"({update:.0f} in {run.actor_precision}), {total}; rewards and waiting come on top"
     )
 
 

@@ -30,11 +30,12 @@ class StepTime:
 
     engine: float
     update: float  # The update and its scoring pass
+    overlaps: bool = False  # Engines draw while the actor learns
 
     @property
     def total(self) -> float:
-        """Of both, one after the other."""
-        return self.engine + self.update
+        """Of both, one after the other; of the slower one if they overlap."""
+        return max(self.engine, self.update) if self.overlaps else self.engine + self.update
 
 
 def step_flops(plan: MemoryPlan) -> StepFlops:
@@ -90,6 +91,13 @@ def step_time(flops: StepFlops, run: PlannedRun, gpus: Gpus) -> StepTime:
     engine = device.peak(run.rollout.dtype) * UTILISATION * gpus.count
     update = device.peak(run.actor_precision) * UTILISATION * gpus.count
     return StepTime(flops.rollout / engine, (flops.score + flops.update + flops.recomputed) / update)
+
+
+def configured_time(flops: StepFlops, run: PlannedRun, gpus: Gpus) -> StepTime:
+    """Time of a step with the engines where the run has them: on the trainer's GPUs, or on some of their own."""
+    time = step_time(flops, run, gpus)
+    own = run.own_gpus_of_engines(gpus.count)
+    return time if not own else StepTime(time.engine * gpus.count / own, time.update, run.rollout.ahead > 0)
 
 
 @dataclass(frozen=True)

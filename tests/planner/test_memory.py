@@ -16,7 +16,7 @@ from flowgrpo_rc.planner.memory import MARGIN, RUNTIME, MemoryPlan
 from flowgrpo_rc.planner.pipeline import PlanError
 from flowgrpo_rc.planner.settings import RECOMPUTE
 from flowgrpo_rc.planner.text import describe
-from flowgrpo_rc.planner.work import StepFlops, seconds_at_peak, step_flops, step_time
+from flowgrpo_rc.planner.work import StepFlops, configured_time, seconds_at_peak, step_flops, step_time
 from flowgrpo_rc.rollout.config import ProbeConfig, VllmOmniConfig
 from flowgrpo_rc.rollout.scout import ScoutConfig
 from flowgrpo_rc.trainer import memory as planned
@@ -265,6 +265,29 @@ def test_work_of_a_step_by_hand(run, plan):
     assert time.engine == pytest.approx(flops.rollout / (2 * 0.4 * 989e12))
     assert time.update == pytest.approx((flops.score + flops.update + flops.recomputed) / (2 * 0.4 * 989e12))
     assert time.total == time.engine + time.update
+    assert configured_time(flops, run, Gpus(2, 80)) == time
+
+
+@pytest.mark.parametrize(
+    ("placement", "own", "overlaps"),
+    [
+        ({"placement": "process", "devices": ["cuda:2"]}, 1, False),
+        ({"placement": "process", "devices": ["cuda:2", "cuda:3", "cuda:4"], "ahead": 1}, 3, True),
+        ({"placement": "ray", "engines": 2, "ahead": 1}, 4, True),
+        ({"placement": "process", "devices": ["cuda:0", "cuda:1"], "ahead": 1}, 0, False),
+    ],
+)
+def test_engines_with_gpus_of_their_own_take_their_own_time(run, plan, placement, own, overlaps):
+    """With two GPUs for the trainer; engines on those share them."""
+    placed = run.with_rollout(**placement)
+    flops = step_flops(plan.of_run(placed))
+    turns = step_time(flops, placed, Gpus(2, 80))
+    time = configured_time(flops, placed, Gpus(2, 80))
+    assert placed.own_gpus_of_engines(2) == own
+    assert (time.engine, time.update) == (pytest.approx(turns.engine * 2 / (own or 2)), turns.update)
+    assert time.total == (max if overlaps else lambda *both: sum(both))(time.engine, time.update)
+    text = describe(plan.of_run(placed), Gpus(2, 80), [1])
+    assert (f"on {own} GPU(s) of its own" in text) == bool(own)
 
 
 def test_scouts_with_an_engine_of_their_own_need_its_weights(run, plan):
