@@ -71,12 +71,12 @@ class Row:
     def verdict(self) -> str:
         """``better`` or ``worse`` where the interval does not hold 0; statistics of images have no better side."""
         low, high = self.interval or (0.0, 0.0)
-        up, down = ("better", "worse")
+        rises = low > 0
+        if not rises and not high < 0:
+            return ""
         if self.score.startswith("images/"):
-            up, down = ("higher", "lower")
-        elif self.lower_is_better:
-            up, down = (down, up)
-        return up if low > 0 else down if high < 0 else ""
+            return "higher" if rises else "lower"
+        return "worse" if rises == self.lower_is_better else "better"
 
 
 def padded_state(updates: Updates, own: Mapping[str, Tensor]) -> dict[str, Tensor]:

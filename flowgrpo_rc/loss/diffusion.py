@@ -129,7 +129,8 @@ def _read_steps(
         dt = None
         if objective.needs_sigmas:
             where = f"data (loss_mode={objective.name})"
-            sigma, following = (require(data, name, where) for name in (Key.SIGMAS, Key.NEXT_SIGMAS))
+            sigma = require(data, Key.SIGMAS, where)
+            following = require(data, Key.NEXT_SIGMAS, where)
             check_shape(Key.SIGMAS, sigma, policy.log_prob.shape)
             check_shape(Key.NEXT_SIGMAS, following, policy.log_prob.shape)
             # Noise levels fall, so this difference is positive.

@@ -145,8 +145,8 @@ class LossMetrics:
     @property
     def teaching_fraction(self) -> float:
         """Share of the elements with a gradient: kept, and by weight, advantage and limit not without one."""
-        taught, elements = (float(self.sums[self.names.index(name)]) for name in ("teaching", "elements"))
-        return taught / max(elements, 1.0)
+        total = dict(zip(self.names, self.sums.tolist(), strict=True))
+        return total["teaching"] / max(total["elements"], 1.0)
 
     @property
     def loss(self) -> float:

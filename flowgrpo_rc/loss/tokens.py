@@ -74,9 +74,8 @@ def read_tokens(config: ActorLossConfig, model_output: TensorMapping, data: Tens
     objective = OBJECTIVES[options.loss_mode]
     # A token's distribution has no transition mean, so these objectives cannot be computed.
     if objective.clean or objective.needs_old_means:
-        lack, other = ("have no transition means", "SDE steps")
-        if not objective.needs_old_means:
-            lack, other = ("are no images", "clean images")
+        lack = "have no transition means" if objective.needs_old_means else "are no images"
+        other = "SDE steps" if objective.needs_old_means else "clean images"
         raise ValueError(
             f"diffusion_loss.loss_mode: got {options.loss_mode} with a response_mask in data, but tokens {lack}; set "
             f"loss_mode={DEFAULT}, or leave response_mask out for {other}"

@@ -14,7 +14,16 @@ BAND = {"clip_low": 0.1, "clip_high": 0.3}
 
 
 def metrics_of(
-    log_ratio, advantages, keep=None, loss_sum=1.0, denominator=None, kl_sum=0.0, valid=None, weights=None, **limits
+    log_ratio,
+    advantages,
+    keep=None,
+    loss_sum=1.0,
+    denominator=None,
+    kl_sum=0.0,
+    valid=None,
+    weights=None,
+    needs_advantage=True,
+    **limits,
 ):
     return LossMetrics.of(
         PolicyInputs(log_ratio, torch.zeros_like(log_ratio), advantages, weights=weights, keep=keep),
@@ -24,6 +33,7 @@ def metrics_of(
         denominator=tensor(log_ratio.numel() if denominator is None else denominator)[0],
         kl_sum=tensor(kl_sum)[0],
         valid=valid,
+        needs_advantage=needs_advantage,
     )
 
 
@@ -72,6 +82,13 @@ def test_steps_that_teach():
     # Two more were rejected before they were computed; of idle ones no mean takes notice.
     assert found.with_left_out(2, 5, counts_rejected=True).teaching_fraction == pytest.approx(2 / 8)
     assert metrics_of(log_ratio, advantages, keep).teaching_fraction == pytest.approx(3 / 6)
+
+
+def test_an_advantage_of_0_teaches_where_something_else_does():
+    """A KL, or an objective on clean images."""
+    none = tensor(0.0, 0.0, 1.0)
+    assert metrics_of(0 * none, none).teaching_fraction == pytest.approx(1 / 3)
+    assert metrics_of(0 * none, none, needs_advantage=False).teaching_fraction == 1
 
 
 def test_the_extremes_are_those_of_valid_elements():
