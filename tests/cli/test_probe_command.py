@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import tempfile
 from functools import partial
 from types import SimpleNamespace
@@ -249,3 +250,9 @@ def test_rewards_are_ended_before_anything_is_measured(probe, monkeypatch):
     monkeypatch.setattr("flowgrpo_rc.gap.probe.run_probe", measure)
     assert probe("--images", "2")[0] == 1
     assert events == ["ended", "measured"]
+
+
+def test_an_end_that_is_infinite_is_null_in_the_result():
+    """JSON has no infinity."""
+    content = {"interval": {"low": -math.inf, "high": 2.0}, "steps": [(math.nan, 1, "inf", None)]}
+    assert command._finite(content) == {"interval": {"low": None, "high": 2.0}, "steps": [[None, 1, "inf", None]]}
